@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.bench.statistics import mean_sd
+from pipeline.app.evidence.across import across_families
 from pipeline.app.evidence.declaration import Cell, Claim
 from pipeline.app.evidence.verdicts import Results, Verdict, collapsed, differences, few
 from pipeline.app.prediction.cells import read_cells
@@ -79,6 +80,20 @@ def compare_block(results: Results) -> str:
     return table(head, rows) if rows else NOTHING
 
 
+def across_block(results: Results, bounds: bool = True) -> str:
+    """docs/evidence.md and the README: methods over families; `bounds` are those that know the true errors."""
+    rows = []
+    for row in across_families(results):
+        if row.knows_errors and not bounds:
+            continue
+        least, *_, most = sorted(row.gains.items(), key=lambda item: item[1])
+        ahead = f"{sum(gain > 0 for gain in row.gains.values())} of {len(row.gains)}"
+        extremes = [f"{gain:+.3f} `{family}`" for family, gain in (least, most)]
+        rows.append([f"`{row.method}`", f"`{row.baseline}`", ahead, row.result.text(), *extremes])
+    head = ["method", "against", "families ahead", "mean of families [95 %]", "least", "most"]
+    return table(head, rows) if rows else NOTHING
+
+
 def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:
     """docs/creditbench.md: whether a score of credit foretells what training gains, and the table of the study."""
     if not scores.exists():
@@ -112,7 +127,8 @@ def readme_block(results: Results) -> str:
     if not rows:
         return f"{NOTHING} {counted}"
     head = ["where", "highest mean", "accuracy at equal tokens", "steps", "baseline", "difference [95 %]"]
-    return f"{counted}\n\n{table(head, rows)}"
+    across = f"Over families, in accuracy at equal sampled tokens:\n\n{across_block(results, bounds=False)}"
+    return f"{counted}\n\n{across}\n\nCell by cell, the method that led:\n\n{table(head, rows)}"
 
 
 def _count(verdicts: dict[str, Verdict]) -> str:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from pipeline.app.evidence.across import across_families
 from pipeline.app.evidence.declaration import (
     Cell,
     Claim,
@@ -17,7 +18,15 @@ from pipeline.app.evidence.declaration import (
     widened,
 )
 from pipeline.app.evidence.measure import Lab, dated, forget, seconds_left, summary, wanted_pairs
-from pipeline.app.evidence.pages import NOTHING, cells_block, claims_block, compare_block, paper_block, readme_block
+from pipeline.app.evidence.pages import (
+    NOTHING,
+    across_block,
+    cells_block,
+    claims_block,
+    compare_block,
+    paper_block,
+    readme_block,
+)
 from pipeline.app.evidence.verdicts import Results, as_text, collapsed, read_results
 from pipeline.core.errors import ConfigError
 
@@ -320,3 +329,54 @@ def test_a_claim_names_methods_of_its_cell():
         Declaration(**values | {"claims": {"good": claim("goood")}})
     with pytest.raises(ValueError, match="either cell, better and worse, or untestable"):
         claim(untestable="no")
+
+
+def in_families(gains, few=()):
+    """Cells whose `good` gains so much over `grpo` with both of two seeds, and `slow` over `grpo` with four steps;
+    each is (family, settings of all methods, gain of `good`, gain of the four steps)."""
+    cells, measured = {}, {}
+    for place, (family, settings, good, four) in enumerate(gains):
+        name = f"cell{place}"
+        methods = {
+            "grpo": entry(set=settings),
+            "four": entry(set=(*settings, "learner.minibatches=4")),
+            "good": Entry(recipe="toy_good", set=settings, baseline="grpo", knows_errors=True),
+        }
+        if place == 1:  # in this cell the four steps are the first baseline, and grpo is compared with them
+            methods = {name: methods[name] for name in ("four", "grpo", "good")}
+        other = ("grpo", "four", -four) if place == 1 else ("four", "grpo", four)
+        pairs = [
+            {
+                "better": a,
+                "worse": b,
+                "axis": "tokens",
+                "accuracies": [[0.5 + gain] * 2, [0.5] * 2],
+                "fewest_steps": [s, s],
+            }
+            for a, b, gain in (("good", "grpo", good), other)
+            for s in [1.0 if name in few else 9.0]
+        ]
+        cells[name] = Cell(title="A.", family=family, regime="", tokens=1000, methods=methods)
+        measured[name] = {"methods": dict.fromkeys(methods, ()), "pairs": pairs}
+    families = {f: Family(title=f, settings=(f"data={f}",)) for f, *_ in gains}
+    declaration = Declaration(families=families, cells=cells, claims={})
+    return Results(declaration, {n: {**m, "digest": declaration.digest(n)} for n, m in measured.items()})
+
+
+def test_gains_over_families_by_hand():
+    gains = [("a", (), 0.1, 0.01), ("b", ("prompts.batch=4",), 0.2, 0.02), ("c", (), 0.3, -0.01), ("d", (), 0.0, 0.02)]
+    results = in_families([*gains, ("a", (), 0.3, 0.03)])
+    good, four = across_families(results)
+    # Two cells of a family count as one, settings that both methods have make no other method.
+    assert (good.method, good.baseline) == ("good", "grpo")
+    assert good.gains == pytest.approx({"a": 0.2, "b": 0.2, "c": 0.3, "d": 0.0})
+    assert good.result.difference == pytest.approx(0.175)
+    assert good.result.pairs == 4
+    assert (four.method, four.baseline) == ("grpo learner.minibatches=4", "grpo")
+    assert four.gains == pytest.approx({"a": 0.02, "b": 0.02, "c": -0.01, "d": 0.02})
+    assert "| `grpo learner.minibatches=4` | `grpo` | 3 of 4 | +0.013 " in across_block(results)
+    assert "`good`" in across_block(results)
+    assert "`good`" not in across_block(results, bounds=False)
+    assert across_families(in_families(gains[:3])) == []
+    assert across_families(in_families(gains, few=("cell3",))) == []
+    assert across_block(in_families(gains[:3])) == NOTHING
