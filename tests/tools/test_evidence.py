@@ -83,3 +83,49 @@ def test_quick_takes_every_stage_and_a_run_is_that_of_the_command(tmp_path):
     assert done.returncode == 0, done.stderr
     last = f"checkpoints/{iterations - 1:06d}/tensors.safetensors"
     assert (run / last).read_bytes() == (tmp_path / "alone" / last).read_bytes()
+
+
+DECLARATION = """\
+families:
+  one: {title: One, settings: [data=chains_one, prompts.batch=4, data.train.size=40, data.eval.size=20]}
+  two: {title: Two, settings: [data=chains, prompts.batch=4, data.train.size=40, data.eval.size=20]}
+claims: {}
+cells:
+  a: &cell
+    {title: A., family: one, regime: "", tokens: 6000, every: 9, rates: [1.0e-4, 3.0e-4], sweep_seeds: [100], seeds: 2,
+     widenings: 0, methods: {grpo: {recipe: toy_grpo}}}
+  b: {<<: *cell, family: two}
+"""
+RECIPE = """\
+# @package _global_
+defaults: [/graph: grpo, /setup: toy]
+nodes: {advantage: {use: "ideas:Mine"}}
+"""
+IDEA = '''\
+from components.advantage.group import GroupAdvantage
+
+
+class Mine(GroupAdvantage):
+    """Group advantage."""
+'''
+
+
+def test_a_recipe_of_ones_own_in_every_family(tmp_path):
+    (tmp_path / "cells.yaml").write_text(DECLARATION)
+    (tmp_path / "ideas.py").write_text(IDEA)
+    (tmp_path / "configs" / "recipe").mkdir(parents=True)
+    (tmp_path / "configs" / "recipe" / "mine.yaml").write_text(RECIPE)
+    command = [TOOL, "--declaration", "cells.yaml", "--out", "runs", "--config-dir", "configs", "--recipe", "mine"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The same method under another name: the same numbers in both families.
+    assert "mine is ahead of grpo in 0 of 2 families; mean of families +0.000 [+0.000, +0.000]" in done.stdout
+    assert sorted(read_results(tmp_path / "runs" / "mine.json")) == ["a", "b"]
+    done = subprocess.run([*command, "--again", "--cells", "a"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mine-" in done.stderr
+    assert "grpo-" not in done.stderr  # the baseline's runs are kept
+    for wrong in ("--quick", "--scores"):
+        done = subprocess.run([*command, wrong], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "--recipe goes with neither --quick nor --scores" in done.stderr

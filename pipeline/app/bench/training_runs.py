@@ -40,7 +40,7 @@ class Plan:
     steps: int = 0
     pilot: int = 6
     overrides: tuple[str, ...] = ()
-    config_dirs: tuple[str, ...] = ()
+    config_dirs: tuple[str | Path, ...] = ()
     metric: str = ACCURACY
 
     def name(self, method: Method, seed: int) -> str:

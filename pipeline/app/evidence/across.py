@@ -33,8 +33,8 @@ class Across:
         return paired(list(self.gains.values()))
 
 
-def across_families(results: Results) -> list[Across]:
-    """Methods that were compared with one baseline in four families or more, the largest mean gain first."""
+def across_families(results: Results, fewest: int = FEWEST_FAMILIES) -> list[Across]:
+    """Methods that were compared with one baseline in so many families or more, the largest mean gain first."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     knowing = set()
     for name, cell in results.declaration.cells.items():
@@ -56,7 +56,7 @@ def across_families(results: Results) -> list[Across]:
             knows_errors=method in knowing,
         )
         for (method, baseline), families in found.items()
-        if len(families) >= FEWEST_FAMILIES
+        if len(families) >= fewest
     ]
     return sorted(rows, key=lambda row: -row.result.difference)
 

@@ -30,11 +30,13 @@ class Lab:
         declaration: what is measured.
         folder: holds a folder per cell with its runs.
         train: trains; `trainer` makes the usual one.
+        config_dirs: folders with further recipes.
     """
 
     declaration: Declaration
     folder: Path
     train: Train
+    config_dirs: tuple[Path, ...] = ()
 
     def cell(self, name: str) -> Cell:
         """A declared cell."""
@@ -46,7 +48,14 @@ class Lab:
         folder = self.folder / name / ("sweep" if sweep else "runs")
         overrides = self.declaration.settings(name, sweep)
         metric = self.declaration.families[cell.family].metric
-        return Plan(budget=cell.tokens, steps=cell.steps, folder=folder, overrides=overrides, metric=metric)
+        return Plan(
+            budget=cell.tokens,
+            steps=cell.steps,
+            folder=folder,
+            overrides=overrides,
+            metric=metric,
+            config_dirs=self.config_dirs,
+        )
 
     def measure(self, name: str) -> dict[str, Any]:
         """Trains what is missing of a cell and returns its entry of results.json.
@@ -97,10 +106,11 @@ def dated(entry: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any
     return before if before is not None and {**before, "commit": entry["commit"]} == entry else entry
 
 
-def forget(folder: Path, names: Sequence[str]) -> None:
-    """Removes all runs of the cells."""
+def forget(folder: Path, names: Sequence[str], method: str = "") -> None:
+    """Removes all runs of the cells, or those of one method."""
     for name in names:
-        shutil.rmtree(folder / name, ignore_errors=True)
+        for place in folder.glob(f"{name}/*/{method}-*-lr*" if method else name):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def seconds_left(lab: Lab, names: Sequence[str]) -> dict[str, float]:

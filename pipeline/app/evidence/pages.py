@@ -75,7 +75,7 @@ def compare_block(results: Results) -> str:
         for method, row in results.cells.get(name, {}).get("methods", {}).items():
             pair = results.pair(name, method, cell.baseline_of(method), "tokens")
             link = f"[{name}](evidence.md#{name})"
-            rows.append([link, f"`{method}`", _accuracy(row), _steps(row), *_against(cell, method, pair)])
+            rows.append([link, f"`{method}`", accuracy(row), _steps(row), *_against(cell, method, pair)])
     head = ["cell", "method", "accuracy", "steps", "baseline", "difference"]
     return table(head, rows) if rows else NOTHING
 
@@ -121,7 +121,8 @@ def readme_block(results: Results) -> str:
         if ranked:
             best = max(ranked, key=lambda m: ranked[m])
             pair = results.pair(name, best, cell.baseline_of(best), "tokens")
-            cells = [cell.title.rstrip("."), f"`{best}`", _accuracy(methods[best]), _steps(methods[best])]
+            where = f"[{cell.title.rstrip('.')}](docs/evidence.md#{name})"
+            cells = [where, f"`{best}`", accuracy(methods[best]), _steps(methods[best])]
             rows.append([*cells, *_against(cell, best, pair)])
     counted = _count(results.verdicts())
     if not rows:
@@ -166,7 +167,7 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
             [
                 f"`{method}`",
                 f"{row['lr']:g}" + (" (edge)" if f"{row['lr']:g}" in (tried[0], tried[-1]) else ""),
-                _accuracy(row),
+                accuracy(row),
                 _steps(row),
                 baseline,
                 at_tokens,
@@ -182,7 +183,8 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
     return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{failed}"
 
 
-def _accuracy(row: dict[str, Any]) -> str:
+def accuracy(row: dict[str, Any]) -> str:
+    """Mean and standard deviation over seeds."""
     mean, deviation = mean_sd(row["accuracy"])
     return f"{mean:.3f} ± {deviation:.3f}"
 
