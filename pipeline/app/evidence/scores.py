@@ -68,7 +68,7 @@ class ScoreBench:
             failed = [problem for task in bench.values() if (problem := task.result())]
         measured: dict[str, Any] = {}
         for family, state in bench:
-            judged = _judged(self._folder(family) / state)
+            judged = _judged(_credit(policies[family], state))
             for cell in families[family]:
                 entries = self.lab.cell(cell).methods.items()
                 known = {name: _rounded(scores_of(judged[text])) for name, e in entries if (text := _text(e)) in judged}
@@ -98,7 +98,7 @@ class ScoreBench:
 
     def _judge(self, family: str, state: str, share: float, policy: Path, suite: str, cells: list[str]) -> str:
         """Runs creditbench for the methods that are not judged yet; "" or what went wrong."""
-        folder = self._folder(family) / state
+        folder = _credit(policy, state)
         settings = self.lab.declaration.families[family].settings
         entries = [entry for cell in cells for entry in self.lab.cell(cell).methods.values()]
         texts = [text for text in dict.fromkeys(map(_text, entries)) if text not in _judged(folder)]
@@ -119,6 +119,11 @@ class ScoreBench:
             "any method" if self.launch(arguments, log) else ", ".join(sorted(set(texts) - _judged(folder).keys()))
         )
         return f"{family}, {state}: no scores of {missing}, see {log}" if missing else ""
+
+
+def _credit(policy: Path, state: str) -> Path:
+    """Where a policy's results are: those of another policy, whose cell was measured again, are not taken for its."""
+    return policy.with_name(f"credit-{policy.name}") / state
 
 
 def _judged(folder: Path) -> dict[str, Any]:

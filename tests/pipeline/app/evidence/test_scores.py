@@ -28,8 +28,8 @@ def declared():
     return Declaration(families=families, cells=cells, claims={})
 
 
-def measured(cell):
-    row = {"lr": 1e-4, "seeds": [0], "accuracy": [0.5], "start": [0.2]}
+def measured(cell, rate=1e-4):
+    row = {"lr": rate, "seeds": [0], "accuracy": [0.5], "start": [0.2]}
     return {"methods": dict.fromkeys(declared().cells[cell].methods, row)}
 
 
@@ -44,7 +44,7 @@ class Commands:
     def __call__(self, arguments, log):
         assert arguments[0] == "creditbench"
         options = self.parser.parse_args(arguments[1:])
-        state = f"{options.out.parent.parent.name}/{options.out.parent.name}"
+        state = f"{options.out.parents[2].name}/{options.out.parent.name}"
         self.seen[state] = options
         if state == self.broken:
             return 1
@@ -63,9 +63,9 @@ def trained(plan, methods, seeds):
     return {}
 
 
-def bench(tmp_path, launch, cells=("one", "two", "turns")):
+def bench(tmp_path, launch, cells=("one", "two", "turns"), rate=1e-4):
     lab = Lab(declaration=declared(), folder=tmp_path, train=trained)
-    results = {name: measured(name) for name in cells}
+    results = {name: measured(name, rate) for name in cells}
     return ScoreBench(lab=lab, results=results, launch=launch, jobs=1, say=lambda text: None)
 
 
@@ -90,9 +90,9 @@ def test_a_family_is_judged_once_per_state_with_the_methods_of_its_measured_cell
 def test_what_failed_is_said_and_done_again_alone(tmp_path):
     launch = Commands(broken="chains/third")
     scores, failed = bench(tmp_path, launch, ["one"]).measure(["one"])
-    assert failed == [
-        f"chains, third: no scores of any method, see {tmp_path / 'scores' / 'chains' / 'third' / '0.log'}"
-    ]
+    (policy,) = (tmp_path / "scores" / "chains").glob("grpo-*")
+    log = policy.with_name(f"credit-{policy.name}") / "third" / "0.log"
+    assert failed == [f"chains, third: no scores of any method, see {log}"]
     assert set(scores["one"]["scores"]) == {"start", "two_thirds"}
     again = Commands()
     _, failed = bench(tmp_path, again, ["one"]).measure(["one"])
@@ -108,6 +108,14 @@ def test_another_cell_of_a_family_has_its_new_methods_judged_with_the_same_polic
     assert more.seen["chains/third"].run == first.seen["chains/third"].run
     assert set(scores["two"]["scores"]["start"]) == {"grpo", "four"}
     assert scores["one"] == before["one"]
+
+
+def test_another_policy_of_a_family_has_all_methods_judged_again(tmp_path):
+    first, again = Commands(), Commands()
+    bench(tmp_path, first, ["one"]).measure(["one"])
+    bench(tmp_path, again, ["one"], rate=3e-4).measure(["one"])
+    assert [options.methods for options in again.seen.values()] == [o.methods for o in first.seen.values()]
+    assert again.seen["chains/third"].run != first.seen["chains/third"].run
 
 
 def test_the_file_of_scores_is_what_the_study_reads(tmp_path):
