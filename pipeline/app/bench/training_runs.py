@@ -17,7 +17,7 @@ from pipeline.app.bench.methods import Method
 from pipeline.app.progress import ACCURACY
 from pipeline.run.metrics import read_metrics
 
-MAX_ROUNDS = 6  # a run that needs more rounds samples less and less per iteration, and would never end
+MAX_ROUNDS = 6  # a run that needs more rounds samples next to nothing per iteration, and would never end
 MOST = 3.0  # times its budget: a run that has sampled so much without its steps has stalled, all of its groups silent
 
 
@@ -72,9 +72,10 @@ class Plan:
         """Whether the curve covers the budget and the steps."""
         return curve.end("tokens") >= self.budget and curve.end("steps") >= self.steps
 
-    def next_round(self, curve: Curve) -> int:
-        """Iterations that a run needs, from what it took so far."""
-        return min(next_iterations(curve, self.budget, self.steps), next_iterations(curve, MOST * self.budget))
+    def next_round(self, curve: Curve, stretch: int = 1) -> int:
+        """Iterations that a run needs, from what it took so far; `stretch` multiplies those that are missing."""
+        missing = next_iterations(curve, self.budget, self.steps) - curve.iterations
+        return min(curve.iterations + stretch * missing, next_iterations(curve, MOST * self.budget))
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
         """The arguments of `creditgraph` that train, or continue, to so many iterations."""
@@ -109,12 +110,13 @@ def train_one(
         seeds: random seeds of the comparison; finished runs determine how many iterations this one needs.
     """
     log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
-    for _ in range(MAX_ROUNDS):
+    for round_ in range(MAX_ROUNDS):
         curve = plan.curve(method, seed)
         if plan.is_finished(curve):
             return ""
         try:
-            more = plan.next_round(curve) if curve.iterations else 0
+            # A run that fails to get there samples less and less: means of its past say too little.
+            more = plan.next_round(curve, 2 ** max(round_ - 2, 0)) if curve.iterations else 0
         except ValueError as error:
             return str(error)
         iterations = more or plan.first_round(method, seeds)

@@ -257,6 +257,26 @@ def test_a_run_goes_on_until_its_curve_covers_the_budget_and_is_then_kept(tmp_pa
     assert plan.curve(BASELINE, 0).at(1000) == pytest.approx(0.5)
 
 
+def test_a_run_that_samples_less_and_less_gets_there(tmp_path):
+    """Each iteration has 96 % of the tokens of the one before: 2,500 in all, of which the budget wants 2,300."""
+    calls = []
+
+    def launch(command, log):
+        fake_launch(calls)(command, log)
+        file = tmp_path / "grpo-s0" / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [
+            r | {"engine/sampled_tokens": 100 * 0.96 ** r["iteration"]} if "learner/steps" in r else r for r in rows
+        ]
+        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return 0
+
+    plan = Plan(budget=2300, folder=tmp_path, pilot=3)
+    assert train_one(plan, BASELINE, 0, launch, lambda text: None) == ""
+    # 12 iterations are missing after 25 by the mean so far, 8 after 37, 3 after 53: once, twice and four times as many.
+    assert calls == [3, 25, 37, 53, 65]
+
+
 def test_a_further_seed_is_planned_from_those_before(tmp_path):
     calls = []
     plan = Plan(budget=1000, folder=tmp_path, pilot=3)
