@@ -171,6 +171,35 @@ def train(
     return differing(model, path, dtype), out if one else None
 
 
+def freed_while_sent(*args: Any) -> tuple[int, int]:
+    """Tensors that `train` sends to another stage, and how many of them are freed before their sending is over."""
+    from unittest.mock import patch
+
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    sent: list[bool] = []
+
+    class Sending:
+        def __init__(self, work: Any, tensor: Tensor) -> None:
+            self.work, self.tensor, self.size = work, tensor, tensor.numel()
+
+        def wait(self) -> None:
+            self.work.wait()
+            sent.append(self.tensor.numel() != self.size)
+
+    def watched(**tensors: Any) -> Any:
+        requests = own(**tensors)
+        for name in ("send_next", "send_prev"):
+            if name in requests:
+                requests[name] = Sending(requests[name], tensors[f"tensor_{name}"])
+        return requests
+
+    own = p2p_communication._p2p_ops
+    with patch.object(p2p_communication, "_p2p_ops", watched):
+        train(*args)
+    return len(sent), sum(sent)
+
+
 def _pass(
     model: MegatronModel, wrapped: list[Any], batches: list[PackedBatch]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -143,6 +143,13 @@ def test_equals_transformers_packed_and_shared_and_exports_the_same_bits(
     compare(pool.run(ranks.train, checkpoint(kind), LAYOUTS[layout], *rows(), CUTS), truth(kind))
 
 
+@pytest.mark.parametrize("layout", ["1x2", "interleaved"])
+def test_a_tensor_stays_until_it_is_sent(pool: Any, ranks: Any, checkpoint: Callable[[str], str], layout: str) -> None:
+    for sent, freed in pool.run(ranks.freed_while_sent, checkpoint("qwen3"), LAYOUTS[layout], *rows(), CUTS):
+        assert sent > 0
+        assert freed == 0
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_change_nothing(
     recompute: str, pool: Any, ranks: Any, checkpoint: Callable[[str], str], truth: Callable[[str], Any]
