@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.app.bench.methods import Method
 from pipeline.app.evidence.declaration import rated, read_declaration
+from pipeline.app.evidence.trial import trial
 from pipeline.app.evidence.verdicts import Results, read_results
 from pipeline.run.compose.experiment import build_experiment, compose
 
@@ -63,6 +65,19 @@ def test_estimate_and_mistakes(tmp_path):
     done = subprocess.run([TOOL, "--cells", "trace", "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1
     assert "evidence: no cell 'trace'. Did you mean 'traces'?" in done.stderr
+    for options, text in (
+        (["--recipe", "rredcot", "--scores"], "--recipe goes with neither --quick nor --scores"),
+        (["--against", "rredcot"], "--against is the baseline of a recipe; name it with --recipe"),
+    ):
+        done = subprocess.run([TOOL, *options, "--out", tmp_path], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert text in done.stderr
+
+
+def test_a_recipe_of_ones_own_has_eight_families():
+    grpo, other = (Method(recipe, recipe) for recipe in ("toy_grpo", "toy_rrpo"))
+    own = trial(DECLARED, other, grpo)
+    assert len({cell.family for cell in own.cells.values()}) == len(own.cells) == 8  # as the pages say
 
 
 def test_quick_takes_every_stage_and_a_run_is_that_of_the_command(tmp_path):
@@ -114,6 +129,8 @@ def test_a_recipe_of_ones_own_in_every_family(tmp_path):
     (tmp_path / "cells.yaml").write_text(DECLARATION)
     (tmp_path / "ideas.py").write_text(IDEA)
     (tmp_path / "configs" / "recipe").mkdir(parents=True)
+    (tmp_path / "pipeline").mkdir()  # the user's; the runs have ours
+    (tmp_path / "pipeline" / "__init__.py").write_text("raise RuntimeError('not of creditgraph')\n")
     (tmp_path / "configs" / "recipe" / "mine.yaml").write_text(RECIPE)
     command = [TOOL, "--declaration", "cells.yaml", "--out", "runs", "--config-dir", "configs", "--recipe", "mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -125,7 +142,3 @@ def test_a_recipe_of_ones_own_in_every_family(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "mine-" in done.stderr
     assert "grpo-" not in done.stderr  # the baseline's runs are kept
-    for wrong in ("--quick", "--scores"):
-        done = subprocess.run([*command, wrong], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "--recipe goes with neither --quick nor --scores" in done.stderr

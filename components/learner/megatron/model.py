@@ -112,7 +112,7 @@ class MegatronModel:
             "params_dtype": dtype,
             **_uneven(layout.stages(hf_config.num_hidden_layers)),
             **RECOMPUTE[recompute],
-            # The interleaved schedule frees an output before its sending, which another thread or stream does, is over.
+            # The interleaved schedule frees an output before its asynchronous send has completed.
             "deallocate_pipeline_outputs": layout.virtual_pipeline == 1,
             **fusions(device.type),
             **fp8_fields(layers.fp8),

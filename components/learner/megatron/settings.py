@@ -24,7 +24,8 @@ OWN_TRANSFORMER = {
     "apply_query_key_layer_scaling is_hybrid_model hetero* heter* num_moe_experts moe_ffn_hidden_size moe_layer_freq "
     "moe_router_topk moe_router_score_function moe_shared_expert_intermediate_size moe_latent_size",
     "the sizes of the layout, such as learner.tensor_parallel": "*_parallel_size *_parallel_sizes sequence_parallel "
-    "hybrid_context_parallel pipeline_model_parallel_layout num_layers_in_* account_for_* max_seqlen_per_dp_cp_rank",
+    "hybrid_context_parallel pipeline_model_parallel_layout num_layers_in_* account_for_* max_seqlen_per_dp_cp_rank "
+    "deallocate_pipeline_outputs",
     "learner.recompute": "recompute_* distribute_saved_activations",
     "learner.layers": "fp8 fp8_recipe fp8_wgrad tp_only_amax_red moe_grouped_gemm moe_permute_fusion",
     "model.dtype": "fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast",

@@ -61,7 +61,9 @@ class Warm:
     def _started() -> subprocess.Popen[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, env=environment)
+        # -P: a folder "pipeline" where the command was started is not ours.
+        command = [sys.executable, "-P", "-m", __name__]
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
 
 def load() -> None:

@@ -1,4 +1,4 @@
-"""The test bed for a method of one's own: beside a baseline in every family, at the budgets declared for them."""
+"""A method of one's own against a baseline in every family, at the budgets that are declared for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 from pipeline.app.bench.methods import BASELINE, Method
 from pipeline.app.evidence.across import across_families
 from pipeline.app.evidence.declaration import Cell, Declaration, Entry
-from pipeline.app.evidence.pages import NOTHING, accuracy, table
+from pipeline.app.evidence.pages import NOTHING, accuracy
 from pipeline.app.evidence.verdicts import Results, differences, few
+from pipeline.app.text import markdown_table
 from pipeline.core.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ def trial(declaration: Declaration, method: Method, against: Method) -> Declarat
 
     Budget, rates and seeds are those of the family's cell with the fewest tokens whose first method is GRPO as shipped.
     """
-    if method == against:
+    if (method.recipe, method.overrides) == (against.recipe, against.overrides):
         raise ConfigError(
             f"--recipe {method.name} is its own baseline; name another recipe, or another with --against."
         )
@@ -72,7 +73,7 @@ def trial_text(results: Results, method: Method, against: Method) -> str:
     if not rows:
         return NOTHING
     head = ["family", "tokens", base, own, "difference [95 %]", "detectable", "steps"]
-    lines = [table(head, rows)]
+    lines = [markdown_table(head, rows)]
     for row in across_families(results, fewest=2):
         ahead = sum(gain > 0 for gain in row.gains.values())
         lines.append(

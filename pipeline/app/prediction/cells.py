@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def read_cells(results: Sequence[Path], scores: Path) -> tuple[list[Cell], list[
     cells: list[Cell] = []
     notes: list[str] = []
     families, known = _scores_in(scores) if scores.is_dir() else _scores_of_file(scores)
-    for name, gain in (pair for file in results for pair in _gains(file)):
+    for name, gain in (pair for file in results for pair in _gains(file).items()):
         if name not in known:
             notes.append(f"{scores / name}: no scores, so the cell {name} is left out")
             continue
@@ -88,34 +88,30 @@ def _scores_in(folder: Path) -> tuple[dict[str, str], Scores]:
     return families, scores
 
 
-def _gains(file: Path) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Cell, and method → seed → gain in accuracy at the cell's tokens; runs without an accuracy are left out."""
-    if file.is_dir():
-        methods = read_json(file / "result.json").get("methods", {})
-        yield (
-            file.name,
-            {
-                name: {
-                    seed: end - row["curves"][seed]["accuracy"][0]
-                    for seed, end in row["accuracy"].items()
-                    if end is not None and row["curves"][seed]["accuracy"]
-                }
-                for name, row in methods.items()
-            },
-        )
-        return
-    for cell, entry in read_json(file).get("cells", {}).items():
-        yield (
-            cell,
-            {
-                name: {
-                    str(seed): end - start
-                    for seed, start, end in zip(row["seeds"], row["start"], row["accuracy"], strict=True)
-                    if start is not None and end is not None
-                }
-                for name, row in entry["methods"].items()
-            },
-        )
+def _gains(file: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Cell → method → seed → gain in accuracy at the cell's tokens; runs without an accuracy are left out."""
+    try:
+        if file.is_dir():
+            methods = read_json(file / "result.json").get("methods", {})
+            return {file.name: {name: _compared(row) for name, row in methods.items()}}
+        cells = read_json(file).get("cells", {})
+        return {cell: {n: _trained(row) for n, row in entry["methods"].items()} for cell, entry in cells.items()}
+    except (AttributeError, KeyError, TypeError, IndexError):
+        raise DataError(
+            f"{file}: holds no gains; expected results.json of tools/evidence, or a folder of `creditgraph compare`."
+        ) from None
+
+
+def _compared(row: dict[str, Any]) -> dict[str, float]:
+    """Seed → gain, of a method of `creditgraph compare`."""
+    starts = {seed: curve["accuracy"] for seed, curve in row["curves"].items()}
+    return {seed: end - starts[seed][0] for seed, end in row["accuracy"].items() if end is not None and starts[seed]}
+
+
+def _trained(row: dict[str, Any]) -> dict[str, float]:
+    """Seed → gain, of a method of tools/evidence."""
+    runs = zip(row["seeds"], row["start"], row["accuracy"], strict=True)
+    return {str(seed): end - start for seed, start, end in runs if start is not None and end is not None}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -137,8 +137,8 @@ def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
 def repeatability(cells: Sequence[Cell]) -> dict[str, float]:
     """Cell → Kendall's τ between methods' mean gains over half of the seeds and over the others, mean of all splits.
 
-    What a score that knew the true gains could reach, or more: it is compared with gains over all seeds. Cells of fewer
-    methods, or without two seeds that all of them share, are left out.
+    A score that equals the true gains would reach at least this: here half as many seeds stand for the truth, and both
+    sides have noise. Cells of fewer methods, or without two seeds that all of them share, are left out.
     """
     result = {}
     for cell in cells:
@@ -155,7 +155,7 @@ def repeatability(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def repeatability_line(cells: Sequence[Cell]) -> str:
-    """What could be reached at most, in one sentence; "" where no cell has two seeds."""
+    """How well gains repeat, in one sentence; "" where no cell has two seeds."""
     tau = repeatability(cells)
     if not tau:
         return ""
@@ -188,7 +188,8 @@ def _pair(cell: Cell, score: str) -> tuple[Floats, Floats]:
 
 
 def _gains(cell: Cell, methods: Sequence[str]) -> Floats:
-    return np.array([cell.gain[m] for m in methods], np.float64)
+    gain = cell.gain
+    return np.array([gain[m] for m in methods], np.float64)
 
 
 def _centred(x: Floats) -> Floats:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, RunError
 
 SUMMARY = "Train methods at equal sampled tokens and test which learn faster than GRPO."
 
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Trains, writes table and figure; exit code 1 when a run failed."""
     if options.tokens <= 0 or options.jobs < 1 or options.every < 1:
-        raise ConfigError("compare: expected --tokens above 0, --jobs and --every of at least 1.")
+        raise ConfigError("expected --tokens above 0, --jobs and --every of at least 1.")
     from pipeline.app.bench.compare_report import analyse, as_json, draw, table
     from pipeline.app.bench.methods import choose_methods
     from pipeline.app.bench.training_runs import Plan, train_all
@@ -68,6 +68,9 @@ def main(options: argparse.Namespace) -> int:
         with Warm() as warm:
             failed = train_all(plan, methods, options.seeds, options.jobs, warm.run, _say)
     curves = {m.name: {s: plan.curve(m, s) for s in options.seeds} for m in methods}
+    if not any(len(c.tokens) for by_seed in curves.values() for c in by_seed.values()):
+        why = next((f"{name}: {problem}" for name, problem in failed.items()), "train first, without --report")
+        raise RunError(f"no run in {folder} has been evaluated ({why}).")
     rows, threshold = analyse(curves, options.tokens, options.threshold)
     notes = [f"Failed: {name} ({problem})." for name, problem in failed.items()]
     text = "\n".join([table(rows, options.tokens, threshold), *notes])

@@ -73,9 +73,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measures, writes table and figure; with --predict, compares what was measured with the gains of training."""
     if bool(options.predict) != bool(options.scores):
-        raise ConfigError("creditbench: --predict RESULTS needs --scores, and --scores needs --predict.")
+        raise ConfigError("--predict RESULTS needs --scores, and --scores needs --predict.")
     if options.iteration is not None and options.run is None:
-        raise ConfigError("creditbench: --iteration is that of a checkpoint; expected --run with it.")
+        raise ConfigError("--iteration is that of a checkpoint; expected --run with it.")
     if options.predict:
         return _predict(options)
     if options.quick:
@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         options.samples = 8
         options.set = ["prompts.batch=4", *options.set]
     if options.samples < 2 or options.samples % 2 or options.max_rows < 1:
-        raise ConfigError("creditbench: expected --samples even and at least 2, and --max-rows at least 1.")
+        raise ConfigError("expected --samples even and at least 2, and --max-rows at least 1.")
     import torch
     from transformers.utils import logging
 

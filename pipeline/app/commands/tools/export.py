@@ -44,10 +44,10 @@ def main(options: argparse.Namespace) -> int:
 
     output: Path = options.output
     if output.exists():
-        raise RunError(f"export: {output} exists; expected a new folder. Remove it or choose another --output.")
+        raise RunError(f"{output} exists; expected a new folder. Remove it or choose another --output.")
     config = options.run / "config.yaml"
     if not config.is_file():
-        raise RunError(f"export: {config} is missing; expected the directory of a run.")
+        raise RunError(f"{config} is missing; expected the directory of a run.")
     model = ModelSpec(**(yaml.safe_load(config.read_text()).get("model") or {}))
     weights = newest_weights(options.run, options.iteration)
     aside = output.with_name(f".tmp-{output.name}")
@@ -65,17 +65,16 @@ def newest_weights(run: Path, iteration: int | None) -> Weights:
 
     folder = run / "checkpoints"
     if not folder.is_dir():
-        raise RunError(f"export: {folder} is missing; expected the directory of a run that has saved.")
+        raise RunError(f"{folder} is missing; expected the directory of a run that has saved.")
     found = Checkpoints(folder).latest() if iteration is None else load(folder / f"{iteration:06d}", lambda _: False)
     if found is None:
         raise RunError(
-            f"export: {run} has no valid checkpoint; expected one. Set run.checkpoint.every, or end the run with "
-            "Ctrl-C once."
+            f"{run} has no valid checkpoint; expected one. Set run.checkpoint.every, or end the run with Ctrl-C once."
         )
     weights = published(run, found.iteration)
     if weights is None or weights.tensors is None:
         raise RunError(
-            f"export: the checkpoint after iteration {found.iteration} has no published weights; expected a graph with "
+            f"the checkpoint after iteration {found.iteration} has no published weights; expected a graph with "
             "a learner."
         )
     return weights

@@ -133,7 +133,7 @@ def _traces(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if bool(options.judge) != bool(options.judge_model):
         missing = "--judge-model, the name of its model" if options.judge else "--judge, the URL of its server"
-        raise ConfigError(f"localization: a judge also needs {missing}.")
+        raise ConfigError(f"a judge also needs {missing}.")
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit}: expected at least 1.")
     if options.min_words < 0:

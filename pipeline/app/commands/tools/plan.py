@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
         check()
         return 0
     if not options.model or options.gpus < 1:
-        raise ConfigError("plan: expected a model and a positive number of GPUs, or --check.")
+        raise ConfigError("expected a model and a positive number of GPUs, or --check.")
     shape = SHAPES.get(options.model) or Shape.read(options.model)
     work = Work(
         tokens=options.tokens,

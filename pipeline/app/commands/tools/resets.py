@@ -37,11 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints tables and advice."""
     if options.prompts < 2 or options.samples < 8:
-        raise ConfigError("resets: expected --prompts of at least 2 (for standard errors) and --samples of at least 8.")
+        raise ConfigError("expected --prompts of at least 2 (for standard errors) and --samples of at least 8.")
     # The name of a run may hold settings.
     runs = [text for text in options.arguments if "=" not in text or Path(text).is_dir()]
     if len(runs) > 1 or (runs and len(options.arguments) > 1):
-        raise ConfigError("resets: expected one run directory, or recipe=NAME with settings, not both.")
+        raise ConfigError("expected one run directory, or recipe=NAME with settings, not both.")
     from transformers.utils import logging
 
     from pipeline.app.bench.credit_run import learner_of

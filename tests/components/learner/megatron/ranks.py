@@ -172,7 +172,7 @@ def train(
 
 
 def freed_while_sent(*args: Any) -> tuple[int, int]:
-    """Tensors that `train` sends to another stage, and how many of them are freed before their sending is over."""
+    """Tensors that `train` sends to another stage, and how many of them are freed before the send has completed."""
     from unittest.mock import patch
 
     from megatron.core.pipeline_parallel import p2p_communication

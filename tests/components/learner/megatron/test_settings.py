@@ -81,7 +81,7 @@ def test_no_setting_overwrites_what_the_bridge_sets(pool: Any, ranks: Any, check
     passed = pool.run(ranks.config_fields, checkpoint(kind), layout)[0]
     free = {name for name in passed if not _owner(name, OWN_TRANSFORMER)}
     # Ours by default, but a user may decide otherwise.
-    assert free == {*FUSIONS, "deallocate_pipeline_outputs"}
+    assert free == {*FUSIONS}
 
 
 def test_a_gpu_has_the_fast_paths_of_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,12 @@ def test_compare_reports_the_runs_there_are(tmp_path, capsys):
     assert (tmp_path / "table.md").read_text().startswith("| method ")
 
 
+def test_compare_without_runs_says_what_is_missing(tmp_path, capsys):
+    assert run("compare", "--recipes", "srpo", "--out", tmp_path, "--report") == 2
+    said = capsys.readouterr().err
+    assert said == f"creditgraph compare: no run in {tmp_path} has been evaluated (train first, without --report).\n"
+
+
 @pytest.mark.parametrize("tool", ["compare", "creditbench"])
 def test_a_wrong_name_is_reported_and_nothing_runs(tmp_path, capsys, tool):
     option = "--recipes" if tool == "compare" else "--methods"

@@ -332,8 +332,10 @@ def test_a_claim_names_methods_of_its_cell():
 
 
 def in_families(gains, few=()):
-    """Cells whose `good` gains so much over `grpo` with both of two seeds, and `slow` over `grpo` with four steps;
-    each is (family, settings of all methods, gain of `good`, gain of the four steps)."""
+    """Cells in which `good`, and `four` with its four steps, gain so much over `grpo` with both of two seeds.
+
+    Each of `gains` is (family, settings of all methods, gain of `good`, gain of `four`); runs of `few` have one step.
+    """
     cells, measured = {}, {}
     for place, (family, settings, good, four) in enumerate(gains):
         name = f"cell{place}"

@@ -1,5 +1,6 @@
 """A method of one's own on the test bed: which cells it gets, what is said of its baseline, and the text by hand."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,8 +43,8 @@ def test_each_family_has_the_budget_of_its_shortest_cell_of_plain_grpo():
         "grpo_4_steps": Entry(recipe="toy_grpo", set=("learner.minibatches=4",)),
         "mine_prompts.batch_8": Entry(recipe="mine", set=("prompts.batch=8",), baseline="grpo_4_steps"),
     }
-    with pytest.raises(ConfigError, match="--recipe grpo is its own baseline; name another"):
-        trial(declared(), KNOWN["grpo"], KNOWN["grpo"])
+    with pytest.raises(ConfigError, match="--recipe toy_grpo is its own baseline; name another"):
+        trial(declared(), Method("toy_grpo", "toy_grpo"), KNOWN["grpo"])
 
 
 def test_a_baseline_with_other_steps_is_named():
@@ -65,9 +66,14 @@ def results(own, gains, fewest=9.0):
     return Results(own, cells)
 
 
+def cells(text):
+    """A table without what aligns its columns."""
+    return re.sub(" +", " ", text)
+
+
 def test_the_text_by_hand():
     own = trial(declared(), MINE, KNOWN["grpo"])
-    text = trial_text(results(own, {"small": 0.2, "b": -0.1}), MINE, KNOWN["grpo"])
+    text = cells(trial_text(results(own, {"small": 0.2, "b": -0.1}), MINE, KNOWN["grpo"]))
     row = "0.500 ± 0.000 at 0.0001 | 0.700 ± 0.000 at 0.0003 | +0.200 [+0.200, +0.200] | 0.000 | 12 and 11 |"
     assert f"| a | 500 | {row}" in text
     # t(.975, 1) = 12.706, and the deviation of .2 and −.1 over √2 is .15.
@@ -81,7 +87,8 @@ def test_the_text_by_hand():
     assert trial_text(Results(own, {}), MINE, KNOWN["grpo"]) == "Not measured yet."
     failed = results(own, {"b": 0.1})
     failed.cells["b"] = {"methods": {"grpo": failed.cells["b"]["methods"]["grpo"]}, "pairs": []}
-    assert "| b | 700 | 0.500 ± 0.000 at 0.0001 | failed | – | – | – |" in trial_text(failed, MINE, KNOWN["grpo"])
+    text = cells(trial_text(failed, MINE, KNOWN["grpo"]))
+    assert "| b | 700 | 0.500 ± 0.000 at 0.0001 | failed | – | – | – |" in text
 
 
 def test_the_runs_of_one_method_are_forgotten(tmp_path):

@@ -179,8 +179,14 @@ def test_the_command(files, capsys):
     printed = capsys.readouterr().out
     assert "note: one: no scores of m3" in printed
     assert "τ, held out" in printed
+    wrong = results.with_name("wrong.json")
+    wrong.write_text('{"cells": {"one": {"family": "chains", "scores": {}}}}')
     for arguments, message in (
         (["--predict", str(results)], "--predict RESULTS needs --scores, and"),
+        (
+            ["--predict", str(wrong), "--scores", str(scores)],
+            "wrong.json: holds no gains; expected results.json of tools",
+        ),
         (["--predict", "nowhere.json", "--scores", str(scores)], "nowhere.json: cannot be read as JSON"),
         (["--iteration", "3"], "expected --run with it"),
     ):
