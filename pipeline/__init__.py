@@ -2,5 +2,4 @@
 
 from pathlib import Path
 
-DISTRIBUTION = "creditgraph"  # `creditgraph.py` checks it: another package may install a folder of this name
-ROOT = Path(__file__).resolve().parent.parent  # holds pipeline, components, configs and slurm
+ROOT = Path(__file__).absolute().parents[1]  # the package: holds pipeline, components, configs and slurm

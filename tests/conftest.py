@@ -95,9 +95,9 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def undocumented_metrics() -> Iterator[set[str]]:
     """Names that registered components have logged in this process without declaring them in `metrics`."""
-    from pipeline.core.metric import definition
-    from pipeline.core.registry import BUILTIN
-    from pipeline.run.node_runner import NodeReport, NodeRunner
+    from creditgraph.pipeline.core.metric import definition
+    from creditgraph.pipeline.core.registry import BUILTIN
+    from creditgraph.pipeline.run.node_runner import NodeReport, NodeRunner
 
     undeclared, harvest = set(), NodeRunner.harvest
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from components.models.load import load_tokenizer
-from components.tasks import TASKS
-from pipeline.app.localization.records import Failure
-from pipeline.core.component import ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Payload, Prompts, Rewards, StepErrors, Trajectories
-from pipeline.run.recording import write_payload
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.tasks import TASKS
+from creditgraph.lab.localization.records import Failure
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Payload, Prompts, Rewards, StepErrors, Trajectories
+from creditgraph.pipeline.run.recording import write_payload
 
 CHAINS = TASKS["chains"]
 

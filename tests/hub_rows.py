@@ -5,7 +5,7 @@ import json
 import pickle
 import zlib
 
-from components.data.sources import parse_source
+from creditgraph.components.data.sources import parse_source
 
 
 def packed(tests):

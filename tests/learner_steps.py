@@ -2,8 +2,8 @@
 
 import torch
 
-from components.learner.objective import ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
 
 FAST = OptimizerSettings(lr=1e-2)
 REINFORCE = ObjectiveSettings(use="reinforce", aggregate="seq_mean_token_mean")

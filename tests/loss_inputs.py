@@ -2,8 +2,16 @@
 
 import torch
 
-from components.learner.objective import LossInputs, Meters, ObjectiveSettings, aggregate, counts, loss_terms, prepare
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective import (
+    LossInputs,
+    Meters,
+    ObjectiveSettings,
+    aggregate,
+    counts,
+    loss_terms,
+    prepare,
+)
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constant=False):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 COMMAND = re.compile(r"^(creditgraph (?:.*\\\n)*.*)$", re.MULTILINE)
 

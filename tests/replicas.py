@@ -4,8 +4,8 @@ import threading
 
 import torch
 
-from pipeline.core.ranks import Ranks
-from pipeline.run.distributed.wire_format import pack, unpack
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.distributed.wire_format import pack, unpack
 
 
 def own_rows(ranks, trajectories, credit):

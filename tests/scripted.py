@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pipeline.core.component import Component, Context
-from pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Rewards, Trajectories, Weights
+from creditgraph.pipeline.core.component import Component, Context
+from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories, Weights
 
 STOP = "</thought>"
 
@@ -219,9 +219,9 @@ def toolbox() -> type[Toolbox]:
 
 @pytest.fixture(scope="session")
 def tiny(device: str) -> Tiny:
-    from components.engine.local.engine import LocalEngine
-    from components.models.load import resolve_model_path
-    from components.prompts.dataset import DatasetPrompts
+    from creditgraph.components.engine.local.engine import LocalEngine
+    from creditgraph.components.models.load import resolve_model_path
+    from creditgraph.components.prompts.dataset import DatasetPrompts
 
     entry = {"source": "chains", "size": 12, "difficulty": {"steps": [4, 5], "hard_facts": [1, 2]}}
     context = Context(

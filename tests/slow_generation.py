@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from pipeline.core.streams import counter_uniform
+from creditgraph.pipeline.core.streams import counter_uniform
 
 
 def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9, forbidden=()):

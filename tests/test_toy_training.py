@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 
 @pytest.mark.parametrize("recipe", ["toy_srpo", "toy_grpo"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.core.payloads import Turns
+from creditgraph.pipeline.core.payloads import Turns
 
 # (state, action) → [(probability, reward, next state or None)].
 STEPS = {

@@ -2,10 +2,10 @@
 
 import torch
 
-from components.engine.local.engine import LocalEngine
-from components.engine.vllm.engine import VllmEngine
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.payloads import Weights
 
 CONTEXT = 192
 
@@ -14,7 +14,7 @@ class Pair:
     """engine.vllm and engine.local on one model, always loaded with the same weights."""
 
     def __init__(self, path):
-        from components.models.load import load_causal_lm
+        from creditgraph.components.models.load import load_causal_lm
 
         spec = ModelSpec(path=path, max_context=CONTEXT)
         self.vllm, self.local = VllmEngine(VllmEngine.Config(kv_cache_gb=0.25)), LocalEngine(LocalEngine.Config())
@@ -49,7 +49,7 @@ class Pair:
 
 
 def corrupt_a_layer(pair, monkeypatch):
-    from components.engine.vllm.worker import WorkerExtension
+    from creditgraph.components.engine.vllm.worker import WorkerExtension
 
     reload = WorkerExtension.creditgraph_reload
 
@@ -60,7 +60,7 @@ def corrupt_a_layer(pair, monkeypatch):
 
 
 def skip_the_tied_head(pair, monkeypatch):
-    monkeypatch.setattr("components.engine.vllm.worker.refresh_tied", lambda model: None)
+    monkeypatch.setattr("creditgraph.components.engine.vllm.worker.refresh_tied", lambda model: None)
 
 
 def swap_on_the_way(pair, monkeypatch):

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from components.models.gpus import DEVICES
-from pipeline.app.cluster.recipe_plan import RecipePlan, nearest
-from pipeline.run.compose.choices import list_choices
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.models.gpus import DEVICES
+from creditgraph.pipeline.app.cluster.recipe_plan import RecipePlan, nearest
+from creditgraph.pipeline.run.compose.choices import list_choices
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 DEVICE = DEVICES["h100"]
 GPUS = 8  # that the search begins with

@@ -12,7 +12,7 @@ def random_model(folder: Path, name: str) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
     from transformers.utils import logging
 
-    from components.models.load import resolve_model_path
+    from creditgraph.components.models.load import resolve_model_path
 
     if name not in SHAPES:
         raise SystemExit(f"--model {name}: expected tiny, {', '.join(SHAPES)} or a folder in Hugging Face layout.")

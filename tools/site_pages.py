@@ -9,10 +9,10 @@ import mkdocs_gen_files
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.app.drawing import draw
-from pipeline.core.graph import build_graph
-from pipeline.core.registry import BUILTIN
-from pipeline.run.compose.choices import list_choices, read_yaml
+from creditgraph.pipeline.app.drawing import draw
+from creditgraph.pipeline.core.graph import build_graph
+from creditgraph.pipeline.core.registry import BUILTIN
+from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml
 
 GRAPHS = {name: build_graph(read_yaml(f)) for name, f in list_choices("graph", [ROOT / "configs"]).items()}
 PICTURES = {draw.mermaid(graph).strip(): name for name, graph in GRAPHS.items()}

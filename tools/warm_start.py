@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.models.load import EMBEDDED, load_causal_lm, load_tokenizer
-from components.tasks import TASKS
-from components.tasks.base import COMMON_WORDS, SPECIAL_WORDS, Draw, Problem, Task, split_thoughts
-from components.text.templates import extract_answer
-from pipeline.core.component import ModelSpec
-from pipeline.core.streams import key_of
+from creditgraph.components.models.load import EMBEDDED, load_causal_lm, load_tokenizer
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.tasks.base import COMMON_WORDS, SPECIAL_WORDS, Draw, Problem, Task, split_thoughts
+from creditgraph.components.text.templates import extract_answer
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.streams import key_of
 
 TRAINED = "\n## Reinforcement learning\n"  # heading of the part of a card that is written by hand
 KINDS = 3  # of examples, each with the same weight

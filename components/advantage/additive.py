@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import torch
 
-from components.advantage.explanations import decimal, lines_of_changed_credit, minus, signed
-from components.advantage.group import Outputs
-from components.rollouts.segments import check_segments, increments, segment_of_token
-from pipeline.core.component import Component, same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from creditgraph.components.advantage.explanations import decimal, lines_of_changed_credit, minus, signed
+from creditgraph.components.advantage.group import Outputs
+from creditgraph.components.rollouts.segments import check_segments, increments, segment_of_token
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
 class AdditiveAdvantage(Component):

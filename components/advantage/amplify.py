@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import decimal
-from components.advantage.group import Outputs
-from components.models.load import load_tokenizer
-from components.rollouts.segments import close_segments, rank_in_row, segment_of_token
-from components.text.stops import decode_rows
-from pipeline.core.component import Component, same_rows
-from pipeline.core.handles import known_entropies
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Trajectories, check_aligned
+from creditgraph.components.advantage.explanations import decimal
+from creditgraph.components.advantage.group import Outputs
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.rollouts.segments import close_segments, rank_in_row, segment_of_token
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.handles import known_entropies
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Trajectories, check_aligned
 
 
 def amplified(advantage: Tensor, planning: Tensor, alpha: float) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.edits import fewest_edits
-from components.advantage.explanations import decimal, signed
-from components.advantage.group import (
+from creditgraph.components.advantage.edits import fewest_edits
+from creditgraph.components.advantage.explanations import decimal, signed
+from creditgraph.components.advantage.group import (
     EXACT_ZERO,
     GROUP_METRICS,
     Normalize,
@@ -21,10 +21,10 @@ from components.advantage.group import (
     training_mask,
     zero_groups,
 )
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import torch
 
-from components.advantage.explanations import decimal
-from components.advantage.group import (
+from creditgraph.components.advantage.explanations import decimal
+from creditgraph.components.advantage.group import (
     GROUP_METRICS,
     Normalize,
     Outputs,
@@ -18,9 +18,9 @@ from components.advantage.group import (
     trajectory_credit,
     zero_groups,
 )
-from pipeline.core.component import Component, same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Trajectories, check_aligned
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 class CritiqueAdvantage(Component):

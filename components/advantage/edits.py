@@ -9,8 +9,8 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, Trajectories
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories
 
 
 def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[bool], list[bool], int]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit
 
 MOST_REWARDS = 32  # of a group that are listed
 MOST_SEGMENTS = 60  # of a response that are listed

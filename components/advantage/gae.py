@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import INVALID, decimal, lines_of_segments, minus, signed
-from components.advantage.group import Outputs, training_mask
-from components.rollouts.segments import check_segments, generalised_advantage, segment_of_token, with_final
-from pipeline.core.component import Component, Count, identity_sum, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from creditgraph.components.advantage.explanations import INVALID, decimal, lines_of_segments, minus, signed
+from creditgraph.components.advantage.group import Outputs, training_mask
+from creditgraph.components.rollouts.segments import check_segments, generalised_advantage, segment_of_token, with_final
+from creditgraph.pipeline.core.component import Component, Count, identity_sum, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
 def adaptive_lambda(steps: Tensor, alpha: float) -> Tensor:

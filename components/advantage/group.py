@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import INVALID, decimal, minus, rewards_of_groups, signed
-from components.rollouts.turn_rows import check_episode_rewards, episode_rows
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, Turns, check_aligned
+from creditgraph.components.advantage.explanations import INVALID, decimal, minus, rewards_of_groups, signed
+from creditgraph.components.rollouts.turn_rows import check_episode_rewards, episode_rows
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories, Turns, check_aligned
 
 Normalize = Literal["std", "mean", "std_exact", "over_mean"]
 EXACT_ZERO = 1e-8

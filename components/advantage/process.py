@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import lines_of_segments, signed
-from components.advantage.group import Outputs, training_mask
-from components.rollouts.segments import check_segments, segment_of_token, segment_starts
-from components.rollouts.turn_rows import mean_of_others
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from creditgraph.components.advantage.explanations import lines_of_segments, signed
+from creditgraph.components.advantage.group import Outputs, training_mask
+from creditgraph.components.rollouts.segments import check_segments, segment_of_token, segment_starts
+from creditgraph.components.rollouts.turn_rows import mean_of_others
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 Form = Literal["sum", "last", "minimum"]
 

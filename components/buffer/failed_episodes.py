@@ -8,12 +8,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.rollouts.turn_rows import by_episode
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
+from creditgraph.components.rollouts.turn_rows import by_episode
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.core.component import Component, Count
-from pipeline.core.errors import AlignmentError
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.component import Component, Count
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

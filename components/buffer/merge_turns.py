@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from components.buffer.merge import Merge
-from pipeline.core.component import same_rows
-from pipeline.core.payloads import Prompts, Trajectories, Turns, check_aligned
+from creditgraph.components.buffer.merge import Merge
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories, Turns, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

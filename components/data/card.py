@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.data.sources import Source
-from components.data.store import RowStore
-from components.tasks import TASKS
-from pipeline.core.component import Context
-from pipeline.core.metric import Metric
-from pipeline.run.run_directory import write_json
+from creditgraph.components.data.sources import Source
+from creditgraph.components.data.store import RowStore
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.run.run_directory import write_json
 
 CARD = "data_card.json"
 MAX_REJECTED = 1000  # of one section in rejected.jsonl; all are counted, by reason

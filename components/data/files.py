@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.errors import DataError, did_you_mean
+from creditgraph.pipeline.core.errors import DataError, did_you_mean
 
 RawRow = dict[str, Any] | str  # a row that cannot be read is the reason as text
 

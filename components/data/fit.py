@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from components.data.sources import Source, read_source
-from components.models.load import EMBEDDED, chat_template_at_hand, unknown_chat_settings
-from components.tasks import TASKS
-from components.text.templates import BY_THOUGHTS
-from pipeline.core.component import ModelSpec
-from pipeline.core.handles import Verifier
-from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.sockets import sockets_of
+from creditgraph.components.data.sources import Source, read_source
+from creditgraph.components.models.load import EMBEDDED, chat_template_at_hand, unknown_chat_settings
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.text.templates import BY_THOUGHTS
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.sockets import sockets_of
 
 _READERS = {
     "value": "verifier.math",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.data.files import (
+from creditgraph.components.data.files import (
     RawDataset,
     RawRow,
     bounds,
@@ -17,8 +17,8 @@ from components.data.files import (
     split_part,
     top_columns,
 )
-from components.data.sources import HubDataset
-from pipeline.core.errors import DataError
+from creditgraph.components.data.sources import HubDataset
+from creditgraph.pipeline.core.errors import DataError
 
 _COMMIT = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 

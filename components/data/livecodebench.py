@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from pipeline.core.streams import Stream
+from creditgraph.pipeline.core.streams import Stream
 
 MAX_BYTES = 256 << 20  # of one problem's tests, unpacked
 _MAX_MEMO = 1 << 16  # largest memo index in a pickle; a huge one would use much memory

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.data.card import Counts, LoadedData, RejectedRows, why_empty, write_card
-from components.data.files import RawDataset, open_path
-from components.data.hub import open_hub
-from components.data.rows import column_of, dropped_by, has_column, make_row, question_key
-from components.data.sources import JOINED, Join, Source, parse_source
-from components.data.store import Row, RowStore
-from components.models.load import context_length, load_tokenizer
-from components.tasks import TASKS
-from components.text.templates import solve_prompt
-from pipeline.core.component import Context
-from pipeline.core.errors import CreditgraphError, DataError, did_you_mean
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts
-from pipeline.core.streams import Stream
+from creditgraph.components.data.card import Counts, LoadedData, RejectedRows, why_empty, write_card
+from creditgraph.components.data.files import RawDataset, open_path
+from creditgraph.components.data.hub import open_hub
+from creditgraph.components.data.rows import column_of, dropped_by, has_column, make_row, question_key
+from creditgraph.components.data.sources import JOINED, Join, Source, parse_source
+from creditgraph.components.data.store import Row, RowStore
+from creditgraph.components.models.load import context_length, load_tokenizer
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.text.templates import solve_prompt
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import CreditgraphError, DataError, did_you_mean
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.core.streams import Stream
 
 DEFAULT_SIZE = 2000  # problems of a task family, whose list is endless
 # Prompts are tokenised in chunks of at most this many rows and characters.
@@ -45,7 +45,7 @@ def load_data(
     """Loads all usable rows of a data section, in the order of the source; in a run, data_card.json has the counts.
 
     Args:
-        entry: the section, see `components.data.sources.Source`.
+        entry: the section, see `creditgraph.components.data.sources.Source`.
         context: provides the model's tokenizer and context length; unusable rows go to its `reject`.
         tokenizer: the model's tokenizer; loaded if None.
         place: name of the section in error texts.

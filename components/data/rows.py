@@ -10,13 +10,13 @@ from hashlib import blake2b
 from string import ascii_uppercase
 from typing import Any
 
-from components.data.livecodebench import half_of_private, livecodebench_tests
-from components.data.sources import Source
-from components.data.store import Row
-from components.text.code_tests import read_tests
-from components.text.messages import conversation, read_messages
-from components.text.templates import AnswerKind, extract_answer, solve_prompt
-from pipeline.core.streams import Stream
+from creditgraph.components.data.livecodebench import half_of_private, livecodebench_tests
+from creditgraph.components.data.sources import Source
+from creditgraph.components.data.store import Row
+from creditgraph.components.text.code_tests import read_tests
+from creditgraph.components.text.messages import conversation, read_messages
+from creditgraph.components.text.templates import AnswerKind, extract_answer, solve_prompt
+from creditgraph.pipeline.core.streams import Stream
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8 were read as these
 _COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX

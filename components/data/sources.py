@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from components.tasks import TASKS
-from components.text.templates import PLACEHOLDER, TEMPLATES, AnswerKind
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.settings import SettingsError, build_config
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.text.templates import PLACEHOLDER, TEMPLATES, AnswerKind
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.settings import SettingsError, build_config
 
 JOINED = "joined."
 LIVECODEBENCH = ("public_test_cases", "private_test_cases", "metadata")

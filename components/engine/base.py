@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.component import Component, Count, ModelSpec
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Policy, Requests
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
+from creditgraph.pipeline.core.component import Component, Count, ModelSpec
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Policy, Requests
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
 
 ENGINE_METRICS = (
     Metric("sampled_tokens", "tokens", "tokens generated for any node, evaluation included"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.weight_files import Checksum
+from creditgraph.components.engine.weight_files import Checksum
 
 Form = tuple[str, str, list[int]]
 """name, dtype without "torch." and shape of a tensor"""

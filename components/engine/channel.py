@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.engine.folders import own_folder, remove_abandoned
-from components.engine.probe import Probe
-from components.engine.weight_files import (
+from creditgraph.components.engine.folders import own_folder, remove_abandoned
+from creditgraph.components.engine.probe import Probe
+from creditgraph.components.engine.weight_files import (
     FAILED,
     FULL,
     Checksum,
@@ -29,11 +29,11 @@ from components.engine.weight_files import (
     to_send,
     write_file,
 )
-from components.models.weights import read_file
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import RunError
-from pipeline.core.payloads import Adapter, Weights
-from pipeline.core.ranks import same_device
+from creditgraph.components.models.weights import read_file
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.payloads import Adapter, Weights
+from creditgraph.pipeline.core.ranks import same_device
 
 PREFIX = "creditgraph-weights-"
 # Metadata of settings that may change when a run is continued: they determine where servers are and how they are
@@ -76,15 +76,16 @@ class Update:
 
     Attributes:
         version: number of learner iterations that led to them.
-        checksum: that of all tensors, see `components.engine.weight_files.Checksum`; completes when all files are
-            written, or with the error of the writer.
+        checksum: that of all tensors, see `creditgraph.components.engine.weight_files.Checksum`; completes when
+            all files are written, or with the error of the writer.
         path: folder of `files`; "" if another process has published them.
         files: paths of safetensors files with Hugging Face names, in order, each a bucket of whole tensors.
         written: whether all files exist already; else they appear one by one until `checksum` completes.
         adapter: name by which requests select the LoRA adapter that `path` holds in PEFT's layout; "" for whole
             weights.
         loaded: whether another process has published them and has servers load them; they are then only verified here.
-        transfer: the `components.engine.served.transfer.Transfer` from which servers get them instead of from files.
+        transfer: the `creditgraph.components.engine.served.transfer.Transfer` from which servers get them instead of
+            from files.
         probe: a request whose response shows whether the weights took effect, or None.
         expected: the log-probs of that response, which may still be being computed.
     """

@@ -13,23 +13,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from components.engine.base import Engine, EnginePolicy, Outputs
-from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, group_of
-from components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
-from components.engine.rows import Rows
-from components.engine.served.dialect import Dialect, ServedModel
-from components.engine.served.servers import Servers
-from components.engine.served.settings import ServerSettings
-from components.engine.vocabulary import eos_mask, generation_config, padding_columns
-from components.engine.weights import WeightNames, merged
-from components.models.load import check_context, check_weight_files, load_config, load_tokenizer, resolve_model_path
-from components.text.stops import TokenText
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.core.handles import Answer, Completions, Requests, Scores
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.base import Engine, EnginePolicy, Outputs
+from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, group_of
+from creditgraph.components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
+from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served.dialect import Dialect, ServedModel
+from creditgraph.components.engine.served.servers import Servers
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.vocabulary import eos_mask, generation_config, padding_columns
+from creditgraph.components.engine.weights import WeightNames, merged
+from creditgraph.components.models.load import (
+    check_context,
+    check_weight_files,
+    load_config,
+    load_tokenizer,
+    resolve_model_path,
+)
+from creditgraph.components.text.stops import TokenText
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.core.handles import Answer, Completions, Requests, Scores
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Weights
 
 EXTERNAL_METRICS = (
     Metric(

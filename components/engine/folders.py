@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from components.engine.guard import started
+from creditgraph.components.engine.guard import started
 
 
 def own_folder(parent: Path, prefix: str) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.engine.base import DIVERGED
-from pipeline.core.errors import CreditgraphError
+from creditgraph.components.engine.base import DIVERGED
+from creditgraph.pipeline.core.errors import CreditgraphError
 
 # Values computed in low precision may exceed their limits by rounding.
 ROUNDING = 1e-2

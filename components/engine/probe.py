@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.messages import ScoreRequest
-from components.models.fixed_sequence import fixed_tokens
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import CreditgraphError, extra
-from pipeline.core.payloads import ScoredSequence
+from creditgraph.components.engine.messages import ScoreRequest
+from creditgraph.components.models.fixed_sequence import fixed_tokens
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import CreditgraphError, extra
+from creditgraph.pipeline.core.payloads import ScoredSequence
 
 
 class ProbeError(CreditgraphError):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from components.engine.base import Limits
-from components.engine.messages import (
+from creditgraph.components.engine.base import Limits
+from creditgraph.components.engine.messages import (
     LOWEST_SAMPLED,
     BadResponse,
     RowRequest,
@@ -24,11 +24,11 @@ from components.engine.messages import (
     check_logprobs,
     group_of,
 )
-from components.text.stops import TokenText, decode_rows
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Completions, Requests
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import counter_seed
+from creditgraph.components.text.stops import TokenText, decode_rows
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Completions, Requests
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import counter_seed
 
 
 @dataclass(slots=True)

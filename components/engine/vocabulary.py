@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.models.load import resolve_model_path
-from components.text.templates import turn_end_ids
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.components.text.templates import turn_end_ids
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import DataError
 
 
 def generation_config(spec: ModelSpec) -> Any:

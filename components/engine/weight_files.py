@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.errors import CreditgraphError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FAILED = "failed"  # a file of this name in a folder means that no more files will be written

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.weight_files import in_dtype
-from components.models.experts import stack, unstack
-from components.models.load import resolve_model_path
-from components.models.weights import check_shapes, read_folder
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.weight_files import in_dtype
+from creditgraph.components.models.experts import stack, unstack
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.components.models.weights import check_shapes, read_folder
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.payloads import Weights
 
 _PEFT_ROOT = "base_model.model."
 

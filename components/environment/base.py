@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.core.component import Component
-from pipeline.core.handles import Environments
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.handles import Environments
 
 
 @dataclass(frozen=True, kw_only=True)

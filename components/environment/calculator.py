@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from components.environment.base import EnvironmentComponent
-from components.text.templates import extract_answer
-from pipeline.core.handles import Step
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.components.text.templates import extract_answer
+from creditgraph.pipeline.core.handles import Step
 
 _LONGEST = 200  # characters of an expression
 _LARGEST = 1e15  # beyond it, floats are no longer whole numbers

@@ -6,14 +6,14 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.environment.base import EnvironmentComponent
-from components.sandbox.isolation import Isolation, no_isolation
-from components.sandbox.limits import Limits
-from components.sandbox.pool import NO_START, Program, make_slots, run_programs
-from components.sandbox.probe import find_isolation
-from components.text.code_tests import extract_code, mismatch, read_tests
-from pipeline.core.component import Context
-from pipeline.core.handles import Step
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.components.sandbox.isolation import Isolation, no_isolation
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.pool import NO_START, Program, make_slots, run_programs
+from creditgraph.components.sandbox.probe import find_isolation
+from creditgraph.components.text.code_tests import extract_code, mismatch, read_tests
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.handles import Step
 
 _LONGEST = 600  # characters of a failure that a policy is shown
 

@@ -6,10 +6,10 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.environment.base import EnvironmentComponent
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import load_own
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import load_own
 
 METHODS = ("reset", "step", "close")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from components.environment.base import EnvironmentComponent
-from components.http import check_url, post
-from pipeline.core.component import Context
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.components.http import check_url, post
+from creditgraph.pipeline.core.component import Context
 
 _LONGEST = 3600.0  # seconds of a request
 

@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.environment.base import EnvironmentComponent
-from pipeline.core.component import Context
-from pipeline.core.errors import extra
-from pipeline.core.handles import Step
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import extra
+from creditgraph.pipeline.core.handles import Step
 
 
 class OpenEnvEpisode:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from components.environment.base import EnvironmentComponent
-from components.tasks import TASKS
-from components.tasks.base import THOUGHT_END
-from components.text.templates import extract_answer
-from pipeline.core.handles import Step
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.tasks.base import THOUGHT_END
+from creditgraph.components.text.templates import extract_answer
+from creditgraph.pipeline.core.handles import Step
 
 
 class ThoughtEpisode:

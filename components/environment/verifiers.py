@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from components.environment.base import EnvironmentComponent
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, extra
-from pipeline.core.handles import Step
+from creditgraph.components.environment.base import EnvironmentComponent
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, extra
+from creditgraph.pipeline.core.handles import Step
 
 _HARNESS = "creditgraph_single_call"  # the name by which verifiers finds our harness
 _SESSION = "X-Session-ID"  # header of a model call: the id of its trace
@@ -144,7 +144,7 @@ class Verifiers(EnvironmentComponent):
         with extra("verifiers", "environment.verifiers"):
             import verifiers.v1 as vf
             from verifiers.v1.configs.agent import agent_config_fields
-        from components.environment import verifiers_harness
+        from creditgraph.components.environment import verifiers_harness
 
         sys.modules[_HARNESS] = verifiers_harness
         logging.getLogger("verifiers").setLevel(logging.WARNING)  # else two lines per episode

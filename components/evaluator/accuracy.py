@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from components.data.card import LOADING_METRICS
-from components.evaluator.held_out import HeldOut, HeldOutSettings
-from components.rollouts.requests import keyed_seeds, sample_groups
-from components.rollouts.second_turn import retries
-from pipeline.core.component import Count
-from pipeline.core.handles import Policy, Sampling, Verifier
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, TrainReport, Trajectories
+from creditgraph.components.data.card import LOADING_METRICS
+from creditgraph.components.evaluator.held_out import HeldOut, HeldOutSettings
+from creditgraph.components.rollouts.requests import keyed_seeds, sample_groups
+from creditgraph.components.rollouts.second_turn import retries
+from creditgraph.pipeline.core.component import Count
+from creditgraph.pipeline.core.handles import Policy, Sampling, Verifier
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, TrainReport, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from components.data.card import LOADING_METRICS
-from components.evaluator.held_out import HeldOut, HeldOutSettings
-from components.rollouts.episodes import EpisodePlayer, EpisodeSettings
-from components.rollouts.requests import keyed_seeds, length_metrics
-from components.rollouts.turn_rows import episode_returns
-from pipeline.core.handles import Environments, Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import TrainReport
+from creditgraph.components.data.card import LOADING_METRICS
+from creditgraph.components.evaluator.held_out import HeldOut, HeldOutSettings
+from creditgraph.components.rollouts.episodes import EpisodePlayer, EpisodeSettings
+from creditgraph.components.rollouts.requests import keyed_seeds, length_metrics
+from creditgraph.components.rollouts.turn_rows import episode_returns
+from creditgraph.pipeline.core.handles import Environments, Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import TrainReport
 
 
 @dataclass(frozen=True, kw_only=True)

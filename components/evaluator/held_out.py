@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from components.data.fit import data_misfits
-from components.data.loading import load_data, make_prompts
-from components.models.load import load_tokenizer
-from components.rollouts.requests import SamplingSettings
-from pipeline.core.component import Component, Context, ModelSpec
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.payloads import Prompts
-from pipeline.core.streams import Stream
+from creditgraph.components.data.fit import data_misfits
+from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.rollouts.requests import SamplingSettings
+from creditgraph.pipeline.core.component import Component, Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.core.streams import Stream
 
 # Iteration part of uids, larger than any training iteration, so that held-out prompts never share an id with training
 # prompts.

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from components.models.load import load_tokenizer
-from components.rollouts.thoughts import STEP_FRACTION, has_oracle, num_thoughts, true_first_errors
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, StepErrors, TrainReport, Trajectories, check_aligned
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.rollouts.thoughts import STEP_FRACTION, has_oracle, num_thoughts, true_first_errors
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, StepErrors, TrainReport, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

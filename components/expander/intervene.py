@@ -8,18 +8,23 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from components.expander.reset import reset_length
-from components.rollouts.requests import SamplingSettings, generate_where_room, keyed_seeds, sample_from_prefix
-from components.rollouts.second_turn import encoded, problem_of
-from components.rollouts.thoughts import num_thoughts, steps_of, thought_texts
-from components.text.stops import decode_rows
-from components.text.templates import Mode, revise_prompt
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.handles import Policy, Requests, Verifier
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Prompts, StepErrors, Trajectories, check_aligned
-from pipeline.core.streams import keys_within
+from creditgraph.components.expander.reset import reset_length
+from creditgraph.components.rollouts.requests import (
+    SamplingSettings,
+    generate_where_room,
+    keyed_seeds,
+    sample_from_prefix,
+)
+from creditgraph.components.rollouts.second_turn import encoded, problem_of
+from creditgraph.components.rollouts.thoughts import num_thoughts, steps_of, thought_texts
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.components.text.templates import Mode, revise_prompt
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.handles import Policy, Requests, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Prompts, StepErrors, Trajectories, check_aligned
+from creditgraph.pipeline.core.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)

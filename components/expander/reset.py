@@ -9,21 +9,21 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
-from components.rollouts.requests import (
+from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
+from creditgraph.components.rollouts.requests import (
     LENGTH_METRICS,
     SAMPLING_NAMES,
     SamplingSettings,
     keyed_seeds,
     sample_from_prefix,
 )
-from components.text.templates import Mode
-from pipeline.core.component import Count, same_rows
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, StepErrors, Trajectories, check_aligned
-from pipeline.core.streams import keys_within
+from creditgraph.components.text.templates import Mode
+from creditgraph.pipeline.core.component import Count, same_rows
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, StepErrors, Trajectories, check_aligned
+from creditgraph.pipeline.core.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-from components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
-from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics
-from pipeline.core.handles import Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
+from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

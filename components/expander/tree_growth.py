@@ -1,6 +1,6 @@
 """Two ways to grow trees of trajectories: by segments of fixed length (SPO-Tree) and at uncertain tokens (TreeRL).
 
-Both return leaves whose `parent` and `inherited` describe the tree (`components.advantage.trees.tree` reads it):
+Both return leaves whose `parent` and `inherited` describe the tree (`advantage/trees/tree.py` reads it):
 `parent` is a leaf that shares the prefix, and the tokens after `inherited` were sampled in this row and in no other.
 Every draw is keyed by the prompt and the place of the branch in its tree, so a prompt's tree does not depend on the
 other prompts.
@@ -17,15 +17,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.expander.tree_thoughts import in_last_thought, with_closed_ends, with_whole_thoughts
-from components.rollouts.carry import Turn
-from components.rollouts.requests import keyed_seeds, sample_fresh, sample_from_prefix
-from components.rollouts.segments import rank_in_row
-from components.text.stops import ends_of_stop, token_texts
-from pipeline.core.component import Context
-from pipeline.core.handles import Policy, Sampling, known_entropies
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.expander.tree_thoughts import in_last_thought, with_closed_ends, with_whole_thoughts
+from creditgraph.components.rollouts.carry import Turn
+from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh, sample_from_prefix
+from creditgraph.components.rollouts.segments import rank_in_row
+from creditgraph.components.text.stops import ends_of_stop, token_texts
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.handles import Policy, Sampling, known_entropies
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 Measure = Literal["logprob", "entropy"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.text.stops import decode_rows, token_texts
-from pipeline.core.handles import ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.text.stops import decode_rows, token_texts
+from creditgraph.pipeline.core.handles import ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 def closed_thoughts(pieces: list[str], limits: ThoughtLimits) -> tuple[list[int], str]:

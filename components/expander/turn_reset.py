@@ -8,15 +8,15 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from components.rollouts.episodes import EpisodePlayer, EpisodeSettings
-from components.rollouts.played import EPISODE_METRICS
-from components.rollouts.requests import LENGTH_METRICS, SAMPLING_NAMES, keyed_seeds, length_metrics
-from components.rollouts.turn_rows import RecordedTurn, by_episode, recorded_turns
-from pipeline.core.component import Count, same_rows
-from pipeline.core.handles import Environments, Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, StepErrors, Trajectories, Turns, check_aligned
-from pipeline.core.streams import keys_within
+from creditgraph.components.rollouts.episodes import EpisodePlayer, EpisodeSettings
+from creditgraph.components.rollouts.played import EPISODE_METRICS
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, SAMPLING_NAMES, keyed_seeds, length_metrics
+from creditgraph.components.rollouts.turn_rows import RecordedTurn, by_episode, recorded_turns
+from creditgraph.pipeline.core.component import Count, same_rows
+from creditgraph.pipeline.core.handles import Environments, Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, StepErrors, Trajectories, Turns, check_aligned
+from creditgraph.pipeline.core.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)

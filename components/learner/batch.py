@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.learner.objective import LossInputs, Meters
-from components.learner.packing.balance import assign, contiguous, imbalance
-from components.learner.packing.pack import PackedBatch, check_rows, pack, plan
-from components.learner.packing.prefix import Sorted, plan_shared, unique_tokens, without_last
-from components.learner.settings import LearnerSettings
-from pipeline.core.component import Context
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Trajectories
+from creditgraph.components.learner.objective import LossInputs, Meters
+from creditgraph.components.learner.packing.balance import assign, contiguous, imbalance
+from creditgraph.components.learner.packing.pack import PackedBatch, check_rows, pack, plan
+from creditgraph.components.learner.packing.prefix import Sorted, plan_shared, unique_tokens, without_last
+from creditgraph.components.learner.settings import LearnerSettings
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Trajectories
 
 
 class Part:

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from components.learner.logprobs import Head, token_logprobs
-from components.learner.measure import measure, report
-from components.learner.settings import Compute
+from creditgraph.components.learner.logprobs import Head, token_logprobs
+from creditgraph.components.learner.measure import measure, report
+from creditgraph.components.learner.settings import Compute
 
 log = logging.getLogger(__name__)
 

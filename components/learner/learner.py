@@ -11,19 +11,19 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from components.learner.metrics import LEARNER_METRICS, Guard
-from components.learner.objective import shipped_metrics
-from components.learner.packing.pack import pack
-from components.learner.settings import LearnerSettings
-from components.learner.step import Backend, RolloutTraining
-from components.learner.throughput import throughput
-from components.models.fixed_sequence import fixed_tokens
-from components.models.load import load_config
-from pipeline.core.component import Component, Context, same_rows
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import (
+from creditgraph.components.learner.metrics import LEARNER_METRICS, Guard
+from creditgraph.components.learner.objective import shipped_metrics
+from creditgraph.components.learner.packing.pack import pack
+from creditgraph.components.learner.settings import LearnerSettings
+from creditgraph.components.learner.step import Backend, RolloutTraining
+from creditgraph.components.learner.throughput import throughput
+from creditgraph.components.models.fixed_sequence import fixed_tokens
+from creditgraph.components.models.load import load_config
+from creditgraph.pipeline.core.component import Component, Context, same_rows
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import (
     Credit,
     ScoredSequence,
     TokenLogprobs,

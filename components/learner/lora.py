@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.core.payloads import Adapter
-from pipeline.core.streams import Stream
+from creditgraph.pipeline.core.payloads import Adapter
+from creditgraph.pipeline.core.streams import Stream
 
 ALL_LINEAR = "all-linear"
 

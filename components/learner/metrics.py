@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from components.learner.objective import Meters, kl_estimate
-from components.learner.objective.base import MAX_LOG_RATIO
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.metric import Metric
+from creditgraph.components.learner.objective import Meters, kl_estimate
+from creditgraph.components.learner.objective.base import MAX_LOG_RATIO
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.metric import Metric
 
 logger = logging.getLogger("creditgraph")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from components.learner.dtensors import cut, gather
+from creditgraph.components.learner.dtensors import cut, gather
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.learner.lora import Lora
-from components.learner.metrics import Mismatch
-from components.learner.objective import ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.learner.metrics import Mismatch
+from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
 
 
 @dataclass(frozen=True, kw_only=True)

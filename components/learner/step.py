@@ -12,19 +12,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.learner.batch import Part, RolloutBatch, Route
-from components.learner.metrics import mismatch_meters, mismatch_values
-from components.learner.objective import LossInputs, Meters, aggregate, counts, credited, loss_terms, prepare
-from components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB, numbered
-from components.learner.offload import HostMemory
-from components.learner.optimizer import Update
-from components.learner.packing.pack import PackedBatch
-from components.learner.settings import LearnerSettings
-from components.models.shape import known_shape
-from pipeline.core.component import Context
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Trajectories
-from pipeline.run.timeline.memory import Peak, peak_memory
+from creditgraph.components.learner.batch import Part, RolloutBatch, Route
+from creditgraph.components.learner.metrics import mismatch_meters, mismatch_values
+from creditgraph.components.learner.objective import (
+    LossInputs,
+    Meters,
+    aggregate,
+    counts,
+    credited,
+    loss_terms,
+    prepare,
+)
+from creditgraph.components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB, numbered
+from creditgraph.components.learner.offload import HostMemory
+from creditgraph.components.learner.optimizer import Update
+from creditgraph.components.learner.packing.pack import PackedBatch
+from creditgraph.components.learner.settings import LearnerSettings
+from creditgraph.components.models.shape import known_shape
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Trajectories
+from creditgraph.pipeline.run.timeline.memory import Peak, peak_memory
 
 LossOf = Callable[[int, Jagged, Jagged], Tensor]
 """(number of the micro-batch, log-probs and entropies of its response tokens) → its share of the loss"""

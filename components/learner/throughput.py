@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from components.models.gpus import own_kind
-from pipeline.core.component import Context
+from creditgraph.components.models.gpus import own_kind
+from creditgraph.pipeline.core.component import Context
 
 PASSES = ("old_logprobs", "reference", "forward_backward", "optimizer")  # phases in which the model is passed
 

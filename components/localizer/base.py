@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from components.rollouts.thoughts import STEP_FRACTION, num_thoughts
-from pipeline.core.component import Component, same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import StepErrors, Trajectories
+from creditgraph.components.rollouts.thoughts import STEP_FRACTION, num_thoughts
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import StepErrors, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from components.localizer.base import Localizer, Outputs
-from components.models.load import load_tokenizer
-from components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
-from components.tasks import TASKS
-from pipeline.core.errors import DataError
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.streams import keys_within
+from creditgraph.components.localizer.base import Localizer, Outputs
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.streams import keys_within
 
 
 class OracleLocalizer(Localizer):

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from components.localizer.base import Localizer, Outputs
-from components.rollouts.second_turn import encoded, problem_of
-from components.rollouts.thoughts import num_thoughts, thought_texts
-from components.text.templates import localize_prompt
-from pipeline.core.component import Count
-from pipeline.core.handles import Policy, Requests, Sampling
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.streams import keys_within
+from creditgraph.components.localizer.base import Localizer, Outputs
+from creditgraph.components.rollouts.second_turn import encoded, problem_of
+from creditgraph.components.rollouts.thoughts import num_thoughts, thought_texts
+from creditgraph.components.text.templates import localize_prompt
+from creditgraph.pipeline.core.component import Count
+from creditgraph.pipeline.core.handles import Policy, Requests, Sampling
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.streams import keys_within
 
 SOURCES = ("boxed", "step", "default")
 _BOXED = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")

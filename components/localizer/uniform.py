@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from components.localizer.base import Localizer, Outputs
-from components.rollouts.thoughts import num_thoughts
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.streams import keys_within
+from creditgraph.components.localizer.base import Localizer, Outputs
+from creditgraph.components.rollouts.thoughts import num_thoughts
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.streams import keys_within
 
 
 class UniformLocalizer(Localizer):

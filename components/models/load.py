@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError, did_you_mean
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import DataError, did_you_mean
 
 # Name → folder of the models that come with the project; each belongs to a task family.
 EMBEDDED = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("tiny*"))}

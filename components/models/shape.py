@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:  # the command that plans layouts starts without torch
     from torch import Tensor
@@ -205,7 +205,7 @@ def known_shape(path: str) -> Shape | None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    from components.models.load import EMBEDDED
+    from creditgraph.components.models.load import EMBEDDED
 
     file = (EMBEDDED.get(path) or Path(path).expanduser()) / "config.json"
     if not file.is_file():

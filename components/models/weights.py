@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.core.errors import DataError, did_you_mean
+from creditgraph.pipeline.core.errors import DataError, did_you_mean
 
 Shape = tuple[int, ...]
 # Tensor name → its safetensors file, and its shape there.

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from components.data.card import LOADING_METRICS
-from components.data.fit import chat_misfits, data_misfits
-from components.data.loading import load_data, make_prompts
-from components.data.store import Row
-from components.models.load import context_length, load_tokenizer
-from pipeline.core.component import Component, Context, ModelSpec
-from pipeline.core.errors import ConfigError, RunError, did_you_mean
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts
-from pipeline.core.streams import Stream
+from creditgraph.components.data.card import LOADING_METRICS
+from creditgraph.components.data.fit import chat_misfits, data_misfits
+from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.components.data.store import Row
+from creditgraph.components.models.load import context_length, load_tokenizer
+from creditgraph.pipeline.core.component import Component, Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, RunError, did_you_mean
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.core.streams import Stream
 
 MAX_BATCH = 65_536  # problems; a batch stays in memory with all of its rollouts
 

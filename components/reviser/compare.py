@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from components.models.load import context_length
-from components.rollouts.requests import (
+from creditgraph.components.models.load import context_length
+from creditgraph.components.rollouts.requests import (
     LENGTH_METRICS,
     SAMPLING_NAMES,
     SamplingSettings,
@@ -19,15 +19,15 @@ from components.rollouts.requests import (
     length_metrics,
     unended,
 )
-from components.rollouts.rewards import finite_rewards
-from components.rollouts.second_turn import encoded, problem_of, second_turn
-from components.rollouts.thoughts import thought_texts
-from components.text.templates import revise_prompt
-from pipeline.core.component import Component, Context, same_rows
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Batch, Prompts, Rewards, Trajectories, check_aligned
-from pipeline.core.streams import keys_within
+from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.components.rollouts.second_turn import encoded, problem_of, second_turn
+from creditgraph.components.rollouts.thoughts import thought_texts
+from creditgraph.components.text.templates import revise_prompt
+from creditgraph.pipeline.core.component import Component, Context, same_rows
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Batch, Prompts, Rewards, Trajectories, check_aligned
+from creditgraph.pipeline.core.streams import keys_within
 
 NOT_ENDED = "the revision did not end within its budget"
 

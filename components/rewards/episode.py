@@ -7,11 +7,11 @@ from typing import Annotated
 
 import torch
 
-from components.rollouts.played import FAULTS
-from components.rollouts.turn_rows import episode_returns
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Turns
+from creditgraph.components.rollouts.played import FAULTS
+from creditgraph.components.rollouts.turn_rows import episode_returns
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, Turns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from components.rollouts.rewards import finite_rewards
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.handles import Verifier
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Trajectories, check_aligned
+from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from torch import Tensor
 
-from pipeline.core.component import Component, same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Trajectories, check_aligned
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

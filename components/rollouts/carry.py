@@ -16,14 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.rollouts.continuing import Begun, Continuing, rescored
-from components.rollouts.requests import length_metrics
-from pipeline.core.component import Component, Context, Count
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.streams import Stream
+from creditgraph.components.rollouts.continuing import Begun, Continuing, rescored
+from creditgraph.components.rollouts.requests import length_metrics
+from creditgraph.pipeline.core.component import Component, Context, Count
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.streams import Stream
 
 logger = logging.getLogger("creditgraph")
 

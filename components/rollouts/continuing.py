@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import scatter_rows
-from components.text.stops import decode_rows
-from pipeline.core.handles import Completions, Policy, Progress, Requests, Scores
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Trajectories
+from creditgraph.components.rollouts.requests import scatter_rows
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.pipeline.core.handles import Completions, Policy, Progress, Requests, Scores
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Batch, Trajectories
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,21 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.models.load import context_length
-from components.rollouts.played import Played
-from components.rollouts.replies import is_text, read_step, shown, state_of
-from components.rollouts.requests import SamplingSettings, completed, unsampled
-from components.rollouts.second_turn import encoded, problem_of
-from components.rollouts.timed_calls import Fault, TimedCalls
-from components.rollouts.turn_rows import RecordedTurn
-from components.text.stops import ends_of_stop, token_texts
-from components.text.templates import first_turn, later_turn, response_text
-from pipeline.core.component import Component, Context
-from pipeline.core.errors import RunError
-from pipeline.core.handles import Completions, Environments, Policy, Requests, Sampling, Step
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Trajectories, Turns
-from pipeline.core.streams import Stream
+from creditgraph.components.models.load import context_length
+from creditgraph.components.rollouts.played import Played
+from creditgraph.components.rollouts.replies import is_text, read_step, shown, state_of
+from creditgraph.components.rollouts.requests import SamplingSettings, completed, unsampled
+from creditgraph.components.rollouts.second_turn import encoded, problem_of
+from creditgraph.components.rollouts.timed_calls import Fault, TimedCalls
+from creditgraph.components.rollouts.turn_rows import RecordedTurn
+from creditgraph.components.text.stops import ends_of_stop, token_texts
+from creditgraph.components.text.templates import first_turn, later_turn, response_text
+from creditgraph.pipeline.core.component import Component, Context
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.handles import Completions, Environments, Policy, Requests, Sampling, Step
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories, Turns
+from creditgraph.pipeline.core.streams import Stream
 
 
 @dataclass(frozen=True, kw_only=True)

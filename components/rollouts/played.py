@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.rollouts.turn_rows import episode_returns
-from pipeline.core.component import Count
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Trajectories, Turns
+from creditgraph.components.rollouts.turn_rows import episode_returns
+from creditgraph.pipeline.core.component import Count
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Trajectories, Turns
 
 # Kinds of faults that end an episode; see the metric below.
 FAULTS = ("time", "raised", "reply", "reward", "reset", "turns", "context", "replay")

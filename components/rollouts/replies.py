@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from components.rollouts.timed_calls import Fault
-from pipeline.core.errors import raised_text
-from pipeline.core.handles import Step
+from creditgraph.components.rollouts.timed_calls import Fault
+from creditgraph.pipeline.core.errors import raised_text
+from creditgraph.pipeline.core.handles import Step
 
 LARGEST_REWARD = 1e30  # float32 can hold the sum of an episode's
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from components.text.stops import decode_rows
-from components.text.templates import Mode
-from pipeline.core.component import Context, Count
-from pipeline.core.handles import Completions, Policy, Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.streams import Stream
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.components.text.templates import Mode
+from creditgraph.pipeline.core.component import Context, Count
+from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.streams import Stream
 
 MAX_GROUP = 65_536  # responses per prompt; all stay in memory until the learner has read them
 LENGTH_METRICS = (

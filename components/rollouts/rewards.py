@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.core.payloads import Rewards
+from creditgraph.pipeline.core.payloads import Rewards
 
 
 def finite_rewards(rewards: Rewards) -> Rewards:

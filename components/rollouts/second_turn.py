@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import sample_fresh
-from components.rollouts.thoughts import thought_texts
-from components.text.templates import Mode, retry_prompt
-from pipeline.core.handles import Policy, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.rollouts.requests import sample_fresh
+from creditgraph.components.rollouts.thoughts import thought_texts
+from creditgraph.components.text.templates import Mode, retry_prompt
+from creditgraph.pipeline.core.handles import Policy, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 
 def problem_of(prompts: Prompts, row: int) -> tuple[dict[str, Any], str]:

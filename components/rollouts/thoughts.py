@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.tasks import TASKS
-from components.text.stops import decode_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 STEP_FRACTION = Metric(
     "step_fraction", "share", "(localised step − 1) / thoughts, mean over failures: 0 is the first thought"

@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as NoReply
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.core.errors import raised_text
+from creditgraph.pipeline.core.errors import raised_text
 
 _GRACE = 5.0  # seconds beyond all limits after which the event loop itself is taken to be blocked
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
 
 
 class RecordedTurn(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
-from components.rollouts.requests import LENGTH_METRICS, GroupSettings, sample_groups
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, GroupSettings, sample_groups
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

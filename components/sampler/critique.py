@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import (
+from creditgraph.components.rollouts.requests import (
     LENGTH_METRICS,
     SamplingSettings,
     keyed_seeds,
@@ -16,14 +16,14 @@ from components.rollouts.requests import (
     sample_groups,
     unended,
 )
-from components.rollouts.rewards import finite_rewards
-from components.rollouts.second_turn import problem_of, second_turn
-from components.rollouts.thoughts import thought_texts
-from components.text.templates import critique_prompt
-from pipeline.core.component import Component
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Trajectories
+from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.components.rollouts.second_turn import problem_of, second_turn
+from creditgraph.components.rollouts.thoughts import thought_texts
+from creditgraph.components.text.templates import critique_prompt
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Trajectories
+from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 # Rewards that differ by less count as equal.
 _FLAT = 1e-8

@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from components.rollouts.episodes import EpisodePlayer, EpisodeSettings
-from components.rollouts.played import EPISODE_METRICS
-from components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, keyed_seeds, length_metrics
-from pipeline.core.component import same_rows
-from pipeline.core.handles import Environments, Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories, Turns
+from creditgraph.components.rollouts.episodes import EpisodePlayer, EpisodeSettings
+from creditgraph.components.rollouts.played import EPISODE_METRICS
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, keyed_seeds, length_metrics
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.handles import Environments, Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories, Turns
 
 
 @dataclass(frozen=True, kw_only=True)

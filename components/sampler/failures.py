@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
-from components.rollouts.rewards import finite_rewards
-from pipeline.core.component import Count
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
+from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.pipeline.core.component import Count
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 _SPLIT = re.compile(r"^(\d+)x(\d+)$")
 

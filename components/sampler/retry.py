@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from components.rollouts.requests import (
+from creditgraph.components.rollouts.requests import (
     LENGTH_METRICS,
     SamplingSettings,
     keyed_seeds,
@@ -13,11 +13,11 @@ from components.rollouts.requests import (
     sample_groups,
     unended,
 )
-from components.rollouts.second_turn import retries
-from pipeline.core.component import Component
-from pipeline.core.handles import Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.components.rollouts.second_turn import retries
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

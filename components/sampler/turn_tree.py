@@ -8,15 +8,15 @@ from typing import ClassVar
 
 import torch
 
-from components.rollouts.played import EPISODE_METRICS, Played
-from components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, length_metrics
-from components.rollouts.turn_rows import recorded_turns, rows_before
-from components.sampler.environment import EnvironmentSampler, Outputs
-from pipeline.core.component import Count
-from pipeline.core.handles import Environments, Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Trajectories, Turns
-from pipeline.core.streams import Stream
+from creditgraph.components.rollouts.played import EPISODE_METRICS, Played
+from creditgraph.components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, length_metrics
+from creditgraph.components.rollouts.turn_rows import recorded_turns, rows_before
+from creditgraph.components.sampler.environment import EnvironmentSampler, Outputs
+from creditgraph.pipeline.core.component import Count
+from creditgraph.pipeline.core.handles import Environments, Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Trajectories, Turns
+from creditgraph.pipeline.core.streams import Stream
 
 
 class TurnTree(EnvironmentSampler):

@@ -7,9 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.sandbox import seccomp
-from components.sandbox.limits import MEGABYTE, Limits
-from pipeline.core.errors import RunError
+from creditgraph.components.sandbox import seccomp
+from creditgraph.components.sandbox.limits import MEGABYTE, Limits
+from creditgraph.pipeline.core.errors import RunError
 
 RUNNER = Path(__file__).with_name("runner.py")
 INSTALL = "Install it with `apt-get install bubblewrap`"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from components.sandbox.isolation import Isolation, open_filter
-from components.sandbox.limits import (
+from creditgraph.components.sandbox.isolation import Isolation, open_filter
+from creditgraph.components.sandbox.limits import (
     CLOCK_FACTOR,
     GRACE_SECONDS,
     MAX_FILES,
@@ -27,7 +27,7 @@ from components.sandbox.limits import (
     WATCH_SECONDS,
     Limits,
 )
-from components.sandbox.watch import Usage, Watch
+from creditgraph.components.sandbox.watch import Usage, Watch
 
 NO_START = "the sandbox did not start"
 

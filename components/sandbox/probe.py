@@ -8,10 +8,10 @@ import shutil
 import sys
 from functools import cache
 
-from components.sandbox.isolation import INSTALL, Isolation, base_interpreter, refusal
-from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, run_programs
-from pipeline.core.errors import RunError
+from creditgraph.components.sandbox.isolation import INSTALL, Isolation, base_interpreter, refusal
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.pool import Program, run_programs
+from creditgraph.pipeline.core.errors import RunError
 
 # It prints a list of escapes, none of which must be possible.
 PROBE = """

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from components.models.load import load_tokenizer
-from pipeline.core.component import Component, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Segments, Trajectories
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Segments, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from components.rollouts.segments import close_segments, rank_in_row
-from components.segmenter.base import Outputs, Segmenter
-from pipeline.core.handles import known_entropies
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.rollouts.segments import close_segments, rank_in_row
+from creditgraph.components.segmenter.base import Outputs, Segmenter
+from creditgraph.pipeline.core.handles import known_entropies
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_distance: int = 1) -> Jagged:

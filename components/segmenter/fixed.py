@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.segmenter.base import Outputs, Segmenter
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.segmenter.base import Outputs, Segmenter
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 def fixed_ends(length: Tensor, tokens: int) -> Jagged:

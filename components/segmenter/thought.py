@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from components.rollouts.segments import close_segments
-from components.segmenter.base import Outputs, Segmenter
-from components.text.stops import ends_of_stop, token_texts
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.rollouts.segments import close_segments
+from creditgraph.components.segmenter.base import Outputs, Segmenter
+from creditgraph.components.text.stops import ends_of_stop, token_texts
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 class Thoughts(Segmenter):

@@ -1,7 +1,8 @@
 """Task families: generated problems whose every step can be checked. `TASKS` maps a name to its task.
 
-A new family is one file with a subclass of `components.tasks.base.Task` and one line in `MODULES`. Data sections name
-it (``source: NAME``); nothing else knows a family by its name.
+A new family is one file with a subclass of `creditgraph.components.tasks.base.Task` and one line in `BUILTIN`, or an
+entry point of the group ``creditgraph.tasks`` in another package, as `creditgraph.lab` has. Data sections name it
+(``source: NAME``); nothing else knows a family by its name.
 """
 
 from __future__ import annotations
@@ -9,35 +10,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 
-from components.tasks.base import Task
+from creditgraph.components.tasks.base import Task
+
+ENTRY_POINT_GROUP = "creditgraph.tasks"
 
 # Name → "module:Class"; strings, so that listing families imports none.
-MODULES: dict[str, str] = {
-    "chains": "components.tasks.chains:Chains",
-    "chains_reset": "components.tasks.chains_reset:ChainsReset",
-    "hanoi": "components.tasks.hanoi:Hanoi",
-    "path_star": "components.tasks.path_star:PathStar",
-    "jugs": "components.tasks.jugs:Jugs",
-    "gsm_symbolic": "components.tasks.gsm_symbolic:GsmSymbolic",
-    "mini_sudoku": "components.tasks.mini_sudoku:MiniSudoku",
-}
+BUILTIN: dict[str, str] = {"chains": "creditgraph.components.tasks.chains:Chains"}
+
+
+@cache
+def known_tasks() -> dict[str, str]:
+    """Name → "module:Class" of every family, built-in and from entry points."""
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)} | BUILTIN
 
 
 class _Tasks(Mapping[str, Task]):
     """Name → task, imported and made once, when it is first asked for."""
 
     def __getitem__(self, name: str) -> Task:
-        return _load(MODULES[name])
+        return _load(known_tasks()[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(MODULES)
+        return iter(known_tasks())
 
     def __len__(self) -> int:
-        return len(MODULES)
+        return len(known_tasks())
 
     def __contains__(self, name: object) -> bool:
-        return name in MODULES
+        return name in known_tasks()
 
 
 @cache

@@ -1,6 +1,6 @@
 """The protocol of a task family: problems drawn by a key, thoughts, and the truth about every thought.
 
-A family is one file with one subclass of `Task`, and its line in `components.tasks.MODULES`. It states
+A family is one file with one subclass of `Task`, and its line in `creditgraph.components.tasks.BUILTIN`. It states
 
 - `name`, `model`, `difficulty` (a dataclass of settings with defaults, validated by `__post_init__`) and `words`;
 - `draw`: one problem from a stream of uniform numbers;
@@ -22,8 +22,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from pipeline.core.errors import DataError, did_you_mean
-from pipeline.core.streams import key_of
+from creditgraph.pipeline.core.errors import DataError, did_you_mean
+from creditgraph.pipeline.core.streams import key_of
 
 THOUGHT_END = "</thought>"
 MAX_DRAWS = 20_000

@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from components.tasks.base import THOUGHT_END, Draw, Problem, Task, compare_with, step_body
-from pipeline.core.errors import DataError
+from creditgraph.components.tasks.base import THOUGHT_END, Draw, Problem, Task, compare_with, step_body
+from creditgraph.pipeline.core.errors import DataError
 
 OPERATORS = ("+", "-", "*")
 OPERANDS = range(2, 10)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged
 
 _PROBES = (
     "x = 7; y </thought> \\boxed{42}.",

@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from components.tasks import TASKS
-from components.tasks.base import bare_step
-from components.text.messages import Messages
-from pipeline.core.errors import DataError, did_you_mean
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.tasks.base import bare_step
+from creditgraph.components.text.messages import Messages
+from creditgraph.pipeline.core.errors import DataError, did_you_mean
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 # Special tokens that engines leave at the end of a text, such as <|im_end|>; DeepSeek writes <｜end▁of▁sentence｜>.

@@ -9,9 +9,16 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.rollouts.branch_cost import planned_cost
-from components.value.bank import AnswerSettings, Bank, answer_bank, continuation_bank, references_of, solution_bank
-from components.value.boundaries import (
+from creditgraph.components.rollouts.branch_cost import planned_cost
+from creditgraph.components.value.bank import (
+    AnswerSettings,
+    Bank,
+    answer_bank,
+    continuation_bank,
+    references_of,
+    solution_bank,
+)
+from creditgraph.components.value.boundaries import (
     VALUE_METRICS,
     Boundaries,
     Outputs,
@@ -19,14 +26,14 @@ from components.value.boundaries import (
     branch_tokens,
     shared_sequences,
 )
-from components.value.estimator import AnswerEstimator, log_pooled, log_probability
-from components.value.states import states_of
-from pipeline.core.component import Context, same_rows
-from pipeline.core.errors import ConfigError
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
+from creditgraph.components.value.estimator import AnswerEstimator, log_pooled, log_probability
+from creditgraph.components.value.states import states_of
+from creditgraph.pipeline.core.component import Context, same_rows
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 logger = logging.getLogger("creditgraph")
 

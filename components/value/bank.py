@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.text.templates import exit_after, extract_answer, response_text
-from components.value.states import States
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Rewards, Trajectories
+from creditgraph.components.text.templates import exit_after, extract_answer, response_text
+from creditgraph.components.value.states import States
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 # Parts of a reference text: not scored; scored and required; scored where there are tokens for it.
 Part = Literal["given", "scored", "closing"]

@@ -9,11 +9,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.rollouts.segments import check_segments
-from pipeline.core.component import same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from creditgraph.components.rollouts.segments import check_segments
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 VALUE_METRICS = (
     Metric("mean", "reward", "mean value over boundaries"),

@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from components.models.load import context_length
-from components.value.bank import AnswerSettings, References, references_of
-from components.value.boundaries import COST_METRICS, Boundaries, Outputs, boundaries_of
-from pipeline.core.component import Component, Context, Count, same_rows
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
+from creditgraph.components.models.load import context_length
+from creditgraph.components.value.bank import AnswerSettings, References, references_of
+from creditgraph.components.value.boundaries import COST_METRICS, Boundaries, Outputs, boundaries_of
+from creditgraph.pipeline.core.component import Component, Context, Count, same_rows
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 def log_probability(logprobs: Jagged, scored: Jagged, length_normalise: bool) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from components.rollouts.segments import segment_of_token
-from components.value.bank import References, answer_bank
-from components.value.boundaries import Boundaries, values_from_gains
-from components.value.estimator import AnswerEstimator
-from components.value.states import states_of
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.rollouts.segments import segment_of_token
+from creditgraph.components.value.bank import References, answer_bank
+from creditgraph.components.value.boundaries import Boundaries, values_from_gains
+from creditgraph.components.value.estimator import AnswerEstimator
+from creditgraph.components.value.states import states_of
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 class GradientAttribution(AnswerEstimator):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from components.value.bank import References, answer_bank
-from components.value.boundaries import Boundaries, values_from_gains
-from components.value.estimator import AnswerEstimator, log_pooled, log_probability
-from components.value.states import states_of
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.value.bank import References, answer_bank
+from creditgraph.components.value.boundaries import Boundaries, values_from_gains
+from creditgraph.components.value.estimator import AnswerEstimator, log_pooled, log_probability
+from creditgraph.components.value.states import states_of
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 class LeaveOneOut(AnswerEstimator):

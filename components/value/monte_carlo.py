@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
-from components.rollouts.rewards import finite_rewards
-from components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
-from pipeline.core.streams import Stream, keys_within
+from creditgraph.components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
+from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
+from creditgraph.pipeline.core.streams import Stream, keys_within
 
 
 def continuation_seeds(stream: Stream, key: Tensor, place: Jagged, count: int) -> Tensor:

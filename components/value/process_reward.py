@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.http import Server, ServerSettings, check_url
-from components.models.load import load_token_classifier, load_tokenizer
-from components.rollouts.segments import check_segments
-from components.text.stops import token_texts
-from components.value.boundaries import Outputs
-from pipeline.core.component import Component, Context, Count, same_rows
-from pipeline.core.errors import DataError
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Segments, SegmentValues, Trajectories
+from creditgraph.components.http import Server, ServerSettings, check_url
+from creditgraph.components.models.load import load_token_classifier, load_tokenizer
+from creditgraph.components.rollouts.segments import check_segments
+from creditgraph.components.text.stops import token_texts
+from creditgraph.components.value.boundaries import Outputs
+from creditgraph.pipeline.core.component import Component, Context, Count, same_rows
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Prompts, Segments, SegmentValues, Trajectories
 
 Scores = list[float] | str  # of the steps of a row, or the reason why there are none
 

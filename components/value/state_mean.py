@@ -6,12 +6,18 @@ from typing import Annotated
 
 import torch
 
-from components.rollouts.turn_rows import by_episode, last_turns, mean_of_others, returns_to_go, state_groups
-from components.value.boundaries import VALUE_METRICS, Outputs
-from pipeline.core.component import Component, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
+from creditgraph.components.rollouts.turn_rows import (
+    by_episode,
+    last_turns,
+    mean_of_others,
+    returns_to_go,
+    state_groups,
+)
+from creditgraph.components.value.boundaries import VALUE_METRICS, Outputs
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
 
 class StateMean(Component):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.text.stops import token_texts
-from components.text.templates import THINK, THINK_END, tokens_before_end
-from components.value.boundaries import Boundaries
+from creditgraph.components.text.stops import token_texts
+from creditgraph.components.text.templates import THINK, THINK_END, tokens_before_end
+from creditgraph.components.value.boundaries import Boundaries
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

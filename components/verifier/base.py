@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from components.text.templates import extract_answer, response_text
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError
-from pipeline.core.handles import Verifier
-from pipeline.core.payloads import Prompts, Rewards, Trajectories
+from creditgraph.components.text.templates import extract_answer, response_text
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 # Verdicts cached per node. In an iteration several nodes verify the same rows (sampler, rewards, evaluator).
 MEMORY = 200_000

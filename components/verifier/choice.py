@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, TypeVar
 
-from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
-from components.verifier.exact import normalise
+from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
+from creditgraph.components.verifier.exact import normalise
 
 T = TypeVar("T")
 _TAIL = 2000  # characters: an answer is at the end, and a response may be a megabyte long

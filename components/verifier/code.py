@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from components.sandbox.isolation import no_isolation
-from components.sandbox.limits import Limits
-from components.sandbox.pool import NO_START, Program, TestResult, run_programs
-from components.sandbox.probe import find_isolation
-from components.text.code_tests import CodeTests, extract_code, mismatch, read_tests
-from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
-from pipeline.core.component import Context
+from creditgraph.components.sandbox.isolation import no_isolation
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.pool import NO_START, Program, TestResult, run_programs
+from creditgraph.components.sandbox.probe import find_isolation
+from creditgraph.components.text.code_tests import CodeTests, extract_code, mismatch, read_tests
+from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
+from creditgraph.pipeline.core.component import Context
 
 # Characters. Solutions of coding problems are far shorter; longer sources are endless repetitions.
 MAX_SOURCE = 200_000

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from components.verifier.base import Outputs, verifier_of
-from pipeline.core.component import Component, Context, set_up
-from pipeline.core.handles import Verifier
-from pipeline.core.payloads import Prompts, Rewards, Trajectories
-from pipeline.core.registry import build_component
+from creditgraph.components.verifier.base import Outputs, verifier_of
+from creditgraph.pipeline.core.component import Component, Context, set_up
+from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
+from creditgraph.pipeline.core.registry import build_component
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
+from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 
 
 def normalise(answer: str, ignore_case: bool) -> str:

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from components.http import Server, ServerSettings, check_url
-from components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
-from pipeline.core.component import Context
-from pipeline.core.metric import Metric
+from creditgraph.components.http import Server, ServerSettings, check_url
+from creditgraph.components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.metric import Metric
 
 
 class External(VerifierComponent):

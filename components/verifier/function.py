@@ -7,12 +7,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
-from components.verifier.function_worker import load_function, worker_command
-from components.verifier.worker_pool import WorkerPool
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.metric import Metric
+from creditgraph.components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
+from creditgraph.components.verifier.function_worker import load_function, worker_command
+from creditgraph.components.verifier.worker_pool import WorkerPool
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.metric import Metric
 
 _TRIED = 8  # responses of the first batch, spread over it, of which one must get a reward
 

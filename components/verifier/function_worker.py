@@ -17,9 +17,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import ROOT
-from pipeline.core.errors import raised_text
-from pipeline.core.registry import load_own
+from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.errors import raised_text
+from creditgraph.pipeline.core.registry import load_own
 
 ARGUMENTS = ("prompt", "response", "answer", "metadata")
 _ORPHAN_SECONDS = 5.0  # after the limit, a worker whose run was killed during a call ends itself
@@ -27,15 +27,14 @@ _ORPHAN_SECONDS = 5.0  # after the limit, a worker whose run was killed during a
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
-import creditgraph
-from components.verifier.function_worker import main
+from creditgraph.components.verifier.function_worker import main
 main()
 """
 
 
 def worker_command(name: str, seconds: float) -> list[str]:
     """The command of a worker that calls the function `name`, with this process's module path."""
-    path = [*sys.path, str(ROOT)]
+    path = [*sys.path, str(ROOT.parent)]
     return [sys.executable, "-P", "-c", _START, name, str(seconds), json.dumps(path)]
 
 

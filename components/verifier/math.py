@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.verifier.base import RIGHT, WRONG, Item, Outputs, Verdict, VerifierComponent, undecided, wrong
-from components.verifier.math_text import free_answer
-from components.verifier.worker_pool import WorkerPool
-from pipeline.core.component import Context
-from pipeline.core.metric import Metric
+from creditgraph.components.verifier.base import (
+    RIGHT,
+    WRONG,
+    Item,
+    Outputs,
+    Verdict,
+    VerifierComponent,
+    undecided,
+    wrong,
+)
+from creditgraph.components.verifier.math_text import free_answer
+from creditgraph.components.verifier.worker_pool import WorkerPool
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.metric import Metric
 
 MAX_ANSWER = 10_000  # characters; longer answers are endless repetitions, and cost a worker its whole time limit
 # The worker ends a hanging comparison itself; the pool's later limit is for a worker that cannot.

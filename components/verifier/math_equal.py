@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from components.verifier.math_text import (
+from creditgraph.components.verifier.math_text import (
     choice_letter,
     clean,
     parts,
@@ -140,7 +140,7 @@ def _same_mathematics(gold: str, answer: str, factor: Fraction) -> tuple[bool, b
     """Compares what math-verify reads; the answer's unit is `factor` of the reference's."""
     from sympy import Expr, Rational
 
-    from components.verifier.math_value import same_object
+    from creditgraph.components.verifier.math_value import same_object
 
     gold_value, answer_value = _parse(gold), _parse(answer)
     if gold_value is None or answer_value is None:
@@ -157,7 +157,7 @@ def _same_equation(gold: str, answer: str) -> tuple[bool, bool]:
     """Equations are equal when the differences of their sides are multiples of each other."""
     from sympy import Expr
 
-    from components.verifier.math_value import proportional
+    from creditgraph.components.verifier.math_value import proportional
 
     sides = [[_parse(side) for side in text.split("=")] for text in (gold, answer)]
     if not all(isinstance(side, Expr) for pair in sides for side in pair):

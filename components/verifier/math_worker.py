@@ -43,9 +43,8 @@ def main() -> None:
     import logging
 
     logging.disable(logging.CRITICAL)
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    import creditgraph  # noqa: F401 - finds our components, whatever else has that name
-    from components.verifier.math_equal import compare
+    sys.path.append(str(Path(__file__).absolute().parents[3]))
+    from creditgraph.components.verifier.math_equal import compare
 
     for gold in _WARM:
         with contextlib.suppress(Exception):
@@ -69,7 +68,7 @@ def main() -> None:
 
 def _serve(replies: int, seconds: float, cpu_seconds: float) -> None:
     """The copy's loop. Its timers are off before a reply leaves, so every request has exactly one reply."""
-    from components.verifier.math_equal import compare
+    from creditgraph.components.verifier.math_equal import compare
 
     with contextlib.suppress(AttributeError, OSError):
         import ctypes

@@ -7,8 +7,8 @@ from typing import Any
 
 import regex
 
-from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
-from components.verifier.exact import normalise
+from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
+from creditgraph.components.verifier.exact import normalise
 
 
 def compile_pattern(pattern: str) -> Any:

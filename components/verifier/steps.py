@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from components.tasks import TASKS
-from components.tasks.base import split_thoughts
-from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.tasks.base import split_thoughts
+from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 
 
 class Steps(VerifierComponent):

@@ -14,7 +14,7 @@ from queue import LifoQueue
 from threading import Lock, Timer
 from typing import Any
 
-from pipeline.core.errors import RunError
+from creditgraph.pipeline.core.errors import RunError
 
 START_SECONDS = 120.0  # importing sympy on a busy host takes tens of seconds
 

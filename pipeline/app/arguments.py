@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.app.completion import complete_override, with_completer
+from creditgraph.pipeline.app.completion import complete_override, with_completer
 
 OVERRIDES_HELP = """\
 Overrides are key=value:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import load_class
-from pipeline.core.settings import setting_docs, type_text
-from pipeline.core.sockets import Socket, sockets_of
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import load_class
+from creditgraph.pipeline.core.settings import setting_docs, type_text
+from creditgraph.pipeline.core.sockets import Socket, sockets_of
 
 
 @dataclass(frozen=True)

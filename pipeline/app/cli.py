@@ -10,11 +10,13 @@ import argparse
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import NoReturn, Protocol, cast
 
-from pipeline.app.commands import (
+from creditgraph.pipeline.app.commands import (
     audit,
     cancel,
     check,
@@ -23,7 +25,9 @@ from pipeline.app.commands import (
     data,
     doctor,
     eval,
+    export,
     graph,
+    plan,
     replay,
     report,
     serve,
@@ -31,9 +35,8 @@ from pipeline.app.commands import (
     submit,
     train,
 )
-from pipeline.app.commands.tools import compare, creditbench, export, localization, plan, resets
-from pipeline.app.completion import complete
-from pipeline.core.errors import CreditgraphError, did_you_mean
+from creditgraph.pipeline.app.completion import complete
+from creditgraph.pipeline.core.errors import CreditgraphError, did_you_mean, raised_text
 
 
 class Command(Protocol):
@@ -59,10 +62,6 @@ COMMANDS: dict[str, Command] = {
     "credit": credit,
     "eval": eval,
     "export": export,
-    "compare": compare,
-    "creditbench": creditbench,
-    "localization": localization,
-    "resets": resets,
     "data": data,
     "submit": submit,
     "status": status,
@@ -71,6 +70,41 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "doctor": doctor,
 }
+COMMAND_GROUP = "creditgraph.commands"  # entry points: name = a module like those above
+
+
+@cache
+def added_commands() -> dict[str, Command]:
+    """Name → module of the commands that entry points add, those of `creditgraph.lab` among them."""
+    return {
+        entry.name: _load(entry)
+        for entry in sorted(entry_points(group=COMMAND_GROUP), key=lambda entry: entry.name)
+        if entry.name not in COMMANDS  # none replaces a command of the product
+    }
+
+
+def _load(entry: EntryPoint) -> Command:
+    try:
+        return cast(Command, entry.load())
+    except Exception as error:  # one package that is broken must not end the others' commands
+        return _Broken(entry.name, f"{entry.value} cannot be loaded: {raised_text(error)}")
+
+
+class _Broken:
+    """A command whose module cannot be loaded: it is listed with the reason, and fails when called."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.SUMMARY = reason
+        self._name = name
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Takes any arguments."""
+        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+    def main(self, options: argparse.Namespace) -> int:
+        """Raises the reason."""
+        raise CreditgraphError(f"{self.SUMMARY}; repair or uninstall its package.")
+
 
 HELP = """\
 usage: creditgraph COMMAND …
@@ -79,6 +113,9 @@ Credit assignment for RL with verifiable rewards, as a declared graph of reusabl
 
 commands:
 {commands}
+
+added by the lab and by other packages:
+{added}
 
 first steps:
   creditgraph train recipe=toy_srpo             train the embedded model on the embedded task
@@ -93,18 +130,20 @@ INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code: 2 for a user's mistake, which is printed, 130 for an interrupt."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
-        complete(COMMANDS)
+        complete({**COMMANDS, **added_commands()})
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {n:<12}{c.SUMMARY}" for n, c in COMMANDS.items())))
+        print(HELP.format(commands=_lines(COMMANDS), added=_lines(added_commands())))
         return 0
     if name == "--version":
         print(f"creditgraph {_version()}")
         return 0
-    if name not in COMMANDS:
-        print(f"creditgraph: unknown command '{name}'.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
+    known = COMMANDS if name in COMMANDS else added_commands()
+    if name not in known:
+        hint = did_you_mean(name, [*COMMANDS, *known])
+        print(f"creditgraph: unknown command '{name}'.{hint}", file=sys.stderr)
         return 2
-    command = COMMANDS[name]
+    command = known[name]
     parser = _Parser(
         prog=f"creditgraph {name}",
         description=command.SUMMARY,
@@ -136,6 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _lines(commands: Mapping[str, Command]) -> str:
+    return "\n".join(f"  {name:<14}{command.SUMMARY}" for name, command in commands.items()) or "  none"
+
+
 class _Parser(argparse.ArgumentParser):
     """Says how a setting is written when one was given as an option, such as `--recipe toy_srpo`."""
 
@@ -151,15 +194,15 @@ def _version() -> str:
     import subprocess
     from importlib.metadata import PackageNotFoundError, version
 
-    from pipeline import ROOT
+    from creditgraph.pipeline import ROOT
 
     try:
         number = version("creditgraph")
     except PackageNotFoundError:
         number = "(not installed)"
-    if not (ROOT / ".git").exists():
+    if not (ROOT.parent / ".git").exists():
         return number
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(ROOT.parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:  # no git here

@@ -34,7 +34,7 @@ def with_completer(action: argparse.Action, completer: Any) -> None:
 
 def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     """`recipe=` and other groups, their files after the "=", and `run.` settings."""
-    from pipeline.run.compose.choices import list_choices, list_groups, search_dirs
+    from creditgraph.pipeline.run.compose.choices import list_choices, list_groups, search_dirs
 
     dirs = search_dirs([folder for folder in parsed_args.config_dir if Path(folder).is_dir()])
     key, equals, _value = prefix.partition("=")
@@ -46,14 +46,14 @@ def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) ->
 
 def complete_component(prefix: str, **_: Any) -> Iterable[str]:
     """Names of components, their kinds, and "run"."""
-    from pipeline.core.registry import known_components
+    from creditgraph.pipeline.core.registry import known_components
 
     known = known_components()
     return ["run", *sorted({name.partition(".")[0] for name in known}), *known]
 
 
 def _run_settings() -> list[str]:
-    from pipeline.app.catalog import settings_of
-    from pipeline.run.run_settings import RunSettings
+    from creditgraph.pipeline.app.catalog import settings_of
+    from creditgraph.pipeline.run.run_settings import RunSettings
 
     return [f"run.{setting.name}=" for setting in settings_of(RunSettings)]

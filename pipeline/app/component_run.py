@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.component import Component, ModelSpec
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.graph import Graph
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Weights
-from pipeline.core.registry import known_components, load_class
-from pipeline.core.settings import build_config
-from pipeline.core.sockets import Node, sockets_of
-from pipeline.run.compose.experiment import Experiment
-from pipeline.run.node_runner import set_origin
-from pipeline.run.recording import read_payload
-from pipeline.run.run_settings import RunSettings
-from pipeline.run.session import GraphSession
+from creditgraph.pipeline.core.component import Component, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Batch, Weights
+from creditgraph.pipeline.core.registry import known_components, load_class
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.core.sockets import Node, sockets_of
+from creditgraph.pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.node_runner import set_origin
+from creditgraph.pipeline.run.recording import read_payload
+from creditgraph.pipeline.run.run_settings import RunSettings
+from creditgraph.pipeline.run.session import GraphSession
 
 
 class ComponentRun(GraphSession):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.compose.experiment import Experiment
 
 
 def cost_lines(experiment: Experiment) -> list[str]:

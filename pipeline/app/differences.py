@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Batch
 
 
 def describe_difference(old: Any, new: Any) -> list[str]:

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from components.rollouts.replies import read_step, shown, state_of
-from components.rollouts.timed_calls import Fault, TimedCalls
-from components.tasks import TASKS
-from pipeline.core.errors import ConfigError
-from pipeline.core.handles import Step
+from creditgraph.components.rollouts.replies import read_step, shown, state_of
+from creditgraph.components.rollouts.timed_calls import Fault, TimedCalls
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Step
 
 _TURNS = 24
 _SLOW = 1.0  # seconds of one call beyond which training waits for the environment

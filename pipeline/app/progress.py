@@ -8,8 +8,8 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from pipeline.app.signal_watch import SignalWatch
-from pipeline.run.run_settings import Observer
+from creditgraph.pipeline.app.signal_watch import SignalWatch
+from creditgraph.pipeline.run.run_settings import Observer
 
 # Metrics that are shown and summed up; one that a run does not log is left out.
 REWARD = "rewards/mean"  # of the iteration

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS, duration
-from pipeline.core.errors import ConfigError, extra
-from pipeline.run.metrics import read_metrics
-from pipeline.run.run_directory import replacing, write_json
+from creditgraph.pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS, duration
+from creditgraph.pipeline.core.errors import ConfigError, extra
+from creditgraph.pipeline.run.metrics import read_metrics
+from creditgraph.pipeline.run.run_directory import replacing, write_json
 
 
 @dataclass(frozen=True, kw_only=True)

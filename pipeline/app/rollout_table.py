@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.app.text import cut
-from pipeline.core.errors import DataError
-from pipeline.core.graph import Graph
-from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, Trajectories
-from pipeline.run.metrics import TableSettings
-from pipeline.run.recorder import RecordSettings
-from pipeline.run.recording import from_arrow, read_table
+from creditgraph.pipeline.app.text import cut
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.payloads import Batch, Credit, Prompts, Rewards, Trajectories
+from creditgraph.pipeline.run.metrics import TableSettings
+from creditgraph.pipeline.run.recorder import RecordSettings
+from creditgraph.pipeline.run.recording import from_arrow, read_table
 
 logger = logging.getLogger("creditgraph")
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.graph import Graph
-from pipeline.core.payloads import Credit
-from pipeline.core.sockets import Node
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.payloads import Credit
+from creditgraph.pipeline.core.sockets import Node
 
 PATIENCE = 10  # iterations in a row without training before a run says so; then at 100, 1,000, …
 

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core.errors import ConfigError, GraphError
-from pipeline.run.compose.choices import search_dirs
-from pipeline.run.compose.experiment import Experiment, build_experiment, compose
-from pipeline.run.compose.overrides import hydra_overrides, parse_overrides
+from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.run.compose.choices import search_dirs
+from creditgraph.pipeline.run.compose.experiment import Experiment, build_experiment, compose
+from creditgraph.pipeline.run.compose.overrides import hydra_overrides, parse_overrides
 
 
 def combinations(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> list[list[str]]:

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.drawing import draw
-from pipeline.app.rollout_table import COLUMNS, RolloutTables
-from pipeline.core.errors import RunError, extra, find_package
-from pipeline.core.graph import Graph
-from pipeline.run.checkpoint import numbered
-from pipeline.run.metrics import Sink, WandbSettings
-from pipeline.run.run_directory import write_aside, writing
+from creditgraph.pipeline.app.drawing import draw
+from creditgraph.pipeline.app.rollout_table import COLUMNS, RolloutTables
+from creditgraph.pipeline.core.errors import RunError, extra, find_package
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.run.checkpoint import numbered
+from creditgraph.pipeline.run.metrics import Sink, WandbSettings
+from creditgraph.pipeline.run.run_directory import write_aside, writing
 
 logger = logging.getLogger("creditgraph")
 

@@ -16,18 +16,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, CreditgraphError
-from pipeline.core.graph import Graph
-from pipeline.core.handles import Policy, Requests, Sampling, Verifier
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Credit, Payload, Rewards, Segments, TrainReport, Trajectories, Weights
-from pipeline.core.settings import build_config, type_text
-from pipeline.core.sockets import Node, Socket, Wire, sockets_of
-from pipeline.core.wiring import check_wiring
-from pipeline.run.compose.experiment import Experiment, build_experiment, compose
-from pipeline.run.node_runner import NodeFailure
-from pipeline.run.session import GraphSession
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.handles import Policy, Requests, Sampling, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import (
+    Batch,
+    Credit,
+    Payload,
+    Rewards,
+    Segments,
+    TrainReport,
+    Trajectories,
+    Weights,
+)
+from creditgraph.pipeline.core.settings import build_config, type_text
+from creditgraph.pipeline.core.sockets import Node, Socket, Wire, sockets_of
+from creditgraph.pipeline.core.wiring import check_wiring
+from creditgraph.pipeline.run.compose.experiment import Experiment, build_experiment, compose
+from creditgraph.pipeline.run.node_runner import NodeFailure
+from creditgraph.pipeline.run.session import GraphSession
 
 # The first that has every input wins; together they carry every payload.
 RECIPES = (

@@ -35,11 +35,11 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import RunError
-from pipeline.core.metric import Metric
-from pipeline.core.ranks import DeviceTurns, Ranks, use_device
-from pipeline.core.streams import Stream
-from pipeline.core.trace import NO_TRACE, Trace
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.ranks import DeviceTurns, Ranks, use_device
+from creditgraph.pipeline.core.streams import Stream
+from creditgraph.pipeline.core.trace import NO_TRACE, Trace
 
 Placement = Literal["replica", "collective"]
 
@@ -295,7 +295,7 @@ class Component:
         """Sentences on what in a configuration does not fit this node; nothing is loaded to find them.
 
         Args:
-            node: the checked node (`pipeline.core.sockets.Node`).
+            node: the checked node (`creditgraph.pipeline.core.sockets.Node`).
             graph: the checked graph that it is in.
             model, data: the sections of these names.
         """

@@ -17,11 +17,11 @@ from typing import Any, get_type_hints
 
 import torch
 
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.payloads import Payload
-from pipeline.core.settings import setting_docs, type_text
-from pipeline.core.sockets import Socket, sockets_of
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.payloads import Payload
+from creditgraph.pipeline.core.settings import setting_docs, type_text
+from creditgraph.pipeline.core.sockets import Socket, sockets_of
 
 # Components import these in `setup` and not at module level, so that a graph can be checked in milliseconds.
 LATE_IMPORTS = ("transformers", "datasets", "vllm", "sglang", "megatron")

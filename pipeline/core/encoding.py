@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import RunError
-from pipeline.core.handles import Handle
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Payload
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Payload
 
 KINDS = "tensors, numbers, strings, lists, tuples, dicts, None, arrays and payloads"
 

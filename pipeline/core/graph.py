@@ -20,12 +20,12 @@ from functools import cached_property
 from types import UnionType
 from typing import Any, Literal
 
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
-from pipeline.core.registry import known_components, load_class
-from pipeline.core.settings import build_config
-from pipeline.core.sockets import Node, Wire, sockets_of
-from pipeline.core.wiring import check_wiring, sorted_names
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
+from creditgraph.pipeline.core.registry import known_components, load_class
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.core.sockets import Node, Wire, sockets_of
+from creditgraph.pipeline.core.wiring import check_wiring, sorted_names
 
 __all__ = ["Graph", "Node", "Wire", "build_graph"]
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Payload, Prompts, Rewards, Trajectories
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Payload, Prompts, Rewards, Trajectories
 
 
 class Handle(Payload):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.errors import AlignmentError
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 A *batch* has one row per prompt or trajectory and a `uid` that is unique in a run. Fields of a batch are, by their
 value: a `Tensor` whose first dimension is the rows, a `Jagged` with one row per row, a list with one Python value per
 row, a dict of named `Jagged` columns, or a plain number or string that belongs to the whole batch. Arrow and Parquet
-conversion (`pipeline.run.recording`) follows from that and from nothing else.
+conversion (`creditgraph.pipeline.run.recording`) follows from that and from nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged, concat_rows, num_rows, select_rows
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged, concat_rows, num_rows, select_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pipeline.core.errors import did_you_mean, nearest
+from creditgraph.pipeline.core.errors import did_you_mean, nearest
 
 _FAILED = object()
 

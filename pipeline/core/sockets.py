@@ -10,9 +10,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pipeline.core.component import Component, Placement, same_rows
-from pipeline.core.errors import ConfigError
-from pipeline.core.settings import type_text
+from creditgraph.pipeline.core.component import Component, Placement, same_rows
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.settings import type_text
 
 
 @dataclass(frozen=True)

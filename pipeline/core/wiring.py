@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from pipeline.core.component import Component
-from pipeline.core.errors import did_you_mean
-from pipeline.core.handles import Handle
-from pipeline.core.payloads import Credit, Prompts, Trajectories
-from pipeline.core.sockets import Node, Socket, Wire
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import did_you_mean
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Trajectories
+from creditgraph.pipeline.core.sockets import Node, Socket, Wire
 
 # The rows of a batch, as the stacked rows of some outputs: (node, output, iterations ago).
 Origin = tuple[str, str, int]

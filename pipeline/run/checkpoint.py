@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.core.encoding import Encoded, decode
-from pipeline.core.errors import RunError
-from pipeline.run.run_directory import sync_directory, writing
+from creditgraph.pipeline.core.encoding import Encoded, decode
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
 

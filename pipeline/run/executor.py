@@ -14,22 +14,22 @@ from time import perf_counter, process_time
 from types import TracebackType
 from typing import Any
 
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import ConfigError, LostError
-from pipeline.core.graph import Graph
-from pipeline.core.sockets import Node, Wire
-from pipeline.run.checkpoint import SHARDS, Checkpoints
-from pipeline.run.distributed.team import Team
-from pipeline.run.metrics import JsonLines, Sink
-from pipeline.run.node_runner import LaneReport, NodeReport, initial_value, lacking
-from pipeline.run.placement import InFlight, RankView
-from pipeline.run.recorder import Recorder
-from pipeline.run.run_directory import METRICS, REJECTED, RunDirectory
-from pipeline.run.run_settings import Observer, RunSettings
-from pipeline.run.snapshots import Snapshots
-from pipeline.run.stops import Outcome, Stops
-from pipeline.run.timeline.spans import Timeline
-from pipeline.run.values import Stopped, Values, as_inputs
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, LostError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.sockets import Node, Wire
+from creditgraph.pipeline.run.checkpoint import SHARDS, Checkpoints
+from creditgraph.pipeline.run.distributed.team import Team
+from creditgraph.pipeline.run.metrics import JsonLines, Sink
+from creditgraph.pipeline.run.node_runner import LaneReport, NodeReport, initial_value, lacking
+from creditgraph.pipeline.run.placement import InFlight, RankView
+from creditgraph.pipeline.run.recorder import Recorder
+from creditgraph.pipeline.run.run_directory import METRICS, REJECTED, RunDirectory
+from creditgraph.pipeline.run.run_settings import Observer, RunSettings
+from creditgraph.pipeline.run.snapshots import Snapshots
+from creditgraph.pipeline.run.stops import Outcome, Stops
+from creditgraph.pipeline.run.timeline.spans import Timeline
+from creditgraph.pipeline.run.values import Stopped, Values, as_inputs
 
 logger = logging.getLogger("creditgraph")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pipeline.core.metric import Metric
-from pipeline.run.run_directory import replacing, writing
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.run.run_directory import replacing, writing
 
 logger = logging.getLogger("creditgraph")
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.core.component import Component, Context, ShardWrites
-from pipeline.core.encoding import Encoded, encode
-from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.core.handles import Handle
-from pipeline.core.payloads import Payload
-from pipeline.core.ranks import use_device
-from pipeline.core.sockets import Node, Wire
-from pipeline.run.timeline.memory import Peak, peak_memory
-from pipeline.run.timeline.spans import phase_of
+from creditgraph.pipeline.core.component import Component, Context, ShardWrites
+from creditgraph.pipeline.core.encoding import Encoded, encode
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.payloads import Payload
+from creditgraph.pipeline.core.ranks import use_device
+from creditgraph.pipeline.core.sockets import Node, Wire
+from creditgraph.pipeline.run.timeline.memory import Peak, peak_memory
+from creditgraph.pipeline.run.timeline.spans import phase_of
 
 
 class ContractError(CreditgraphError):

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from pipeline.core.component import Context, ModelSpec, identity_exchange, identity_sum
-from pipeline.core.encoding import Encoded, decode, encode
-from pipeline.core.errors import ConfigError
-from pipeline.core.graph import Graph
-from pipeline.core.handles import Handle
-from pipeline.core.payloads import Batch, Payload, Weights
-from pipeline.core.ranks import DeviceTurns
-from pipeline.core.sockets import Node, Wire
-from pipeline.core.trace import Trace
-from pipeline.run.distributed.team import Collectives, Team
-from pipeline.run.distributed.wire_format import join
-from pipeline.run.metrics import plain
-from pipeline.run.node_runner import NodeReport, NodeRunner, set_origin
-from pipeline.run.run_settings import RunSettings, resolve_device
-from pipeline.run.values import Values, as_inputs
+from creditgraph.pipeline.core.component import Context, ModelSpec, identity_exchange, identity_sum
+from creditgraph.pipeline.core.encoding import Encoded, decode, encode
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.payloads import Batch, Payload, Weights
+from creditgraph.pipeline.core.ranks import DeviceTurns
+from creditgraph.pipeline.core.sockets import Node, Wire
+from creditgraph.pipeline.core.trace import Trace
+from creditgraph.pipeline.run.distributed.team import Collectives, Team
+from creditgraph.pipeline.run.distributed.wire_format import join
+from creditgraph.pipeline.run.metrics import plain
+from creditgraph.pipeline.run.node_runner import NodeReport, NodeRunner, set_origin
+from creditgraph.pipeline.run.run_settings import RunSettings, resolve_device
+from creditgraph.pipeline.run.values import Values, as_inputs
 
 InFlight = dict[tuple[str, str, int], Any]
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.encoding import class_name
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.graph import Graph
-from pipeline.core.handles import Handle
-from pipeline.core.payloads import Weights
-from pipeline.core.trace import NO_TRACE, Trace
-from pipeline.run.checkpoint import checksum
-from pipeline.run.metrics import JsonLines
-from pipeline.run.recording import record_problem, recorded_sums, removed_records, write_payload
-from pipeline.run.run_directory import CHECKSUMS, write_aside, writing
-from pipeline.run.timeline.spans import BRIEF
+from creditgraph.pipeline.core.encoding import class_name
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.trace import NO_TRACE, Trace
+from creditgraph.pipeline.run.checkpoint import checksum
+from creditgraph.pipeline.run.metrics import JsonLines
+from creditgraph.pipeline.run.recording import record_problem, recorded_sums, removed_records, write_payload
+from creditgraph.pipeline.run.run_directory import CHECKSUMS, write_aside, writing
+from creditgraph.pipeline.run.timeline.spans import BRIEF
 
 logger = logging.getLogger("creditgraph")
 

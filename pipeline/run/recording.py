@@ -22,14 +22,14 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.core.encoding import class_name, payload_class
-from pipeline.core.errors import DataError, RunError
-from pipeline.core.handles import Handle
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Payload, Weights
-from pipeline.run.checkpoint import checksum
-from pipeline.run.metrics import read_lines
-from pipeline.run.run_directory import CHECKSUMS, replacing
+from creditgraph.pipeline.core.encoding import class_name, payload_class
+from creditgraph.pipeline.core.errors import DataError, RunError
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Payload, Weights
+from creditgraph.pipeline.run.checkpoint import checksum
+from creditgraph.pipeline.run.metrics import read_lines
+from creditgraph.pipeline.run.run_directory import CHECKSUMS, replacing
 
 logger = logging.getLogger("creditgraph")
 

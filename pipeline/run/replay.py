@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, RunError, ranges
-from pipeline.core.handles import Handle
-from pipeline.core.payloads import Weights
-from pipeline.core.settings import build_config
-from pipeline.core.sockets import Wire
-from pipeline.run import checkpoint
-from pipeline.run.compose.choices import read_yaml
-from pipeline.run.compose.experiment import build_experiment
-from pipeline.run.compose.overrides import deep_merge
-from pipeline.run.node_runner import NodeRunner, initial_value, set_origin
-from pipeline.run.recording import read_payload, recorded_iterations, recorded_sums
-from pipeline.run.run_directory import check_run
-from pipeline.run.session import GraphSession
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError, RunError, ranges
+from creditgraph.pipeline.core.handles import Handle
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.core.sockets import Wire
+from creditgraph.pipeline.run import checkpoint
+from creditgraph.pipeline.run.compose.choices import read_yaml
+from creditgraph.pipeline.run.compose.experiment import build_experiment
+from creditgraph.pipeline.run.compose.overrides import deep_merge
+from creditgraph.pipeline.run.node_runner import NodeRunner, initial_value, set_origin
+from creditgraph.pipeline.run.recording import read_payload, recorded_iterations, recorded_sums
+from creditgraph.pipeline.run.run_directory import check_run
+from creditgraph.pipeline.run.session import GraphSession
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import yaml
 
-from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError, did_you_mean
 
 logger = logging.getLogger("creditgraph")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeline.core.errors import ConfigError
-from pipeline.core.settings import SettingsError
-from pipeline.run.checkpoint import CheckpointSettings
-from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
-from pipeline.run.recorder import RecordSettings
-from pipeline.run.timeline.spans import TraceSettings
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.settings import SettingsError
+from creditgraph.pipeline.run.checkpoint import CheckpointSettings
+from creditgraph.pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
+from creditgraph.pipeline.run.recorder import RecordSettings
+from creditgraph.pipeline.run.timeline.spans import TraceSettings
 
 MAX_THREADS = 1024  # torch allocates for each and ends with a segmentation fault at some tens of thousands
 

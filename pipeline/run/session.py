@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from pipeline.core.component import Context
-from pipeline.core.graph import MAX_NODES
-from pipeline.core.payloads import Weights
-from pipeline.core.sockets import Node, Wire
-from pipeline.run.compose.experiment import Experiment
-from pipeline.run.node_runner import NodeRunner, initial_value
-from pipeline.run.run_settings import resolve_device
-from pipeline.run.values import as_inputs
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.graph import MAX_NODES
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.sockets import Node, Wire
+from creditgraph.pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.node_runner import NodeRunner, initial_value
+from creditgraph.pipeline.run.run_settings import resolve_device
+from creditgraph.pipeline.run.values import as_inputs
 
 Tagged = tuple[str, str, int]  # node, output, iteration
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.core.component import ShardWrites
-from pipeline.core.encoding import Encoded
-from pipeline.core.graph import Graph
-from pipeline.core.sockets import Node
-from pipeline.run.checkpoint import (
+from creditgraph.pipeline.core.component import ShardWrites
+from creditgraph.pipeline.core.encoding import Encoded
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.run.checkpoint import (
     SHARDS,
     Checkpoint,
     Checkpoints,
@@ -23,9 +23,9 @@ from pipeline.run.checkpoint import (
     load,
     sum_shards,
 )
-from pipeline.run.node_runner import NodeRunner
-from pipeline.run.placement import RankView
-from pipeline.run.values import Values
+from creditgraph.pipeline.run.node_runner import NodeRunner
+from creditgraph.pipeline.run.placement import RankView
+from creditgraph.pipeline.run.values import Values
 
 logger = logging.getLogger("creditgraph")
 

@@ -12,9 +12,9 @@ from functools import partial
 from types import FrameType
 from typing import Literal
 
-from pipeline.core.trace import Trace
-from pipeline.run.distributed.team import Team
-from pipeline.run.values import Values
+from creditgraph.pipeline.core.trace import Trace
+from creditgraph.pipeline.run.distributed.team import Team
+from creditgraph.pipeline.run.values import Values
 
 logger = logging.getLogger("creditgraph")
 

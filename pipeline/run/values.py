@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from pipeline.core.sockets import Node, Wire
-from pipeline.core.trace import NO_TRACE, Trace
+from creditgraph.pipeline.core.sockets import Node, Wire
+from creditgraph.pipeline.core.trace import NO_TRACE, Trace
 
 Output = tuple[str, str]  # (node, output)
 

@@ -4,13 +4,13 @@ import advantage_bugs
 import loss_bugs
 import pytest
 
-from pipeline.app.audit.audit import failures, run_checks
-from pipeline.app.audit.contract import CONTRACT
-from pipeline.app.audit.gradient import GRADIENT
-from pipeline.app.audit.loss import LOSS
-from pipeline.app.audit.loss_target import loss_function
-from pipeline.app.audit.metamorphic import METAMORPHIC
-from pipeline.app.audit.targets import advantage_function
+from creditgraph.pipeline.app.audit.audit import failures, run_checks
+from creditgraph.pipeline.app.audit.contract import CONTRACT
+from creditgraph.pipeline.app.audit.gradient import GRADIENT
+from creditgraph.pipeline.app.audit.loss import LOSS
+from creditgraph.pipeline.app.audit.loss_target import loss_function
+from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
+from creditgraph.pipeline.app.audit.targets import advantage_function
 
 CASES = {
     **{k: ("advantage", *v) for k, v in advantage_bugs.BUGS.items()},

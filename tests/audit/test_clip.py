@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from components.learner.objective import ObjectiveSettings
-from pipeline.app.audit.loss import clipping, later_steps
-from pipeline.app.audit.loss_target import loss_function
-from pipeline.app.audit.ours import objective_target
+from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.pipeline.app.audit.loss import clipping, later_steps
+from creditgraph.pipeline.app.audit.loss_target import loss_function
+from creditgraph.pipeline.app.audit.ours import objective_target
 
 
 def mean(loss, mask):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from pipeline.app.audit import contract
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.audit import contract
+from creditgraph.pipeline.app.cli import main
 
 GOOD = """
 import numpy as np

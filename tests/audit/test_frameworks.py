@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import stand_ins
 
-from pipeline.app.audit.audit import all_checks
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.audit.audit import all_checks
+from creditgraph.pipeline.app.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs/audit.md").read_text()
 FILES = dict(re.findall(r"^```python title=\"(\w+\.py)\"\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

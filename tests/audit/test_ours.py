@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from components.learner.objective import ObjectiveSettings
-from pipeline.app.audit.audit import failures, run_checks
-from pipeline.app.audit.batch import make
-from pipeline.app.audit.contract import CONTRACT
-from pipeline.app.audit.loss import LOSS
-from pipeline.app.audit.ours import component_target, objective_target, trajectories_of
-from pipeline.app.audit.targets import AuditError
-from pipeline.app.commands import audit
-from pipeline.core.registry import load_class
+from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.pipeline.app.audit.audit import failures, run_checks
+from creditgraph.pipeline.app.audit.batch import make
+from creditgraph.pipeline.app.audit.contract import CONTRACT
+from creditgraph.pipeline.app.audit.loss import LOSS
+from creditgraph.pipeline.app.audit.ours import component_target, objective_target, trajectories_of
+from creditgraph.pipeline.app.audit.targets import AuditError
+from creditgraph.pipeline.app.commands import audit
+from creditgraph.pipeline.core.registry import load_class
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GRAPHS = sorted(path.stem for path in (CONFIGS / "graph").glob("*.yaml"))

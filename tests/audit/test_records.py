@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.app.audit.audit import failures, run_checks
-from pipeline.app.audit.records import RECORDS, read_records
-from pipeline.app.audit.targets import AuditError
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.audit.audit import failures, run_checks
+from creditgraph.pipeline.app.audit.records import RECORDS, read_records
+from creditgraph.pipeline.app.audit.targets import AuditError
+from creditgraph.pipeline.app.cli import main
 
 
 def right():

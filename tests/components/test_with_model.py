@@ -3,25 +3,25 @@
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.buffer.merge import Merge
-from components.evaluator.accuracy import Accuracy
-from components.evaluator.resets import Resets
-from components.expander.reset import Reset
-from components.localizer.oracle import OracleLocalizer
-from components.localizer.self_localizer import SelfLocalizer
-from components.localizer.uniform import UniformLocalizer
-from components.rewards.outcome import Outcome
-from components.rewards.overlong import Overlong
-from components.sampler.chains import Chains
-from components.sampler.dynamic import Dynamic
-from components.sampler.failures import Failures
-from components.segmenter.thought import Thoughts
-from components.tasks import TASKS
-from components.tasks.base import split_thoughts
-from components.verifier.exact import Exact
-from components.verifier.math import Math
-from pipeline.core.jagged import Jagged
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.buffer.merge import Merge
+from creditgraph.components.evaluator.accuracy import Accuracy
+from creditgraph.components.evaluator.resets import Resets
+from creditgraph.components.expander.reset import Reset
+from creditgraph.components.localizer.oracle import OracleLocalizer
+from creditgraph.components.localizer.self_localizer import SelfLocalizer
+from creditgraph.components.localizer.uniform import UniformLocalizer
+from creditgraph.components.rewards.outcome import Outcome
+from creditgraph.components.rewards.overlong import Overlong
+from creditgraph.components.sampler.chains import Chains
+from creditgraph.components.sampler.dynamic import Dynamic
+from creditgraph.components.sampler.failures import Failures
+from creditgraph.components.segmenter.thought import Thoughts
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.tasks.base import split_thoughts
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.components.verifier.math import Math
+from creditgraph.pipeline.core.jagged import Jagged
 
 CHAINS = TASKS["chains"]
 

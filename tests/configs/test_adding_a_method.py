@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pages import working_in
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")

@@ -8,13 +8,13 @@ import pyarrow.parquet
 import pytest
 from hub_rows import SCHEMAS, derived
 
-from components.data.rows import is_short_answer
-from components.tasks import TASKS
-from pipeline.app.cli import main
-from pipeline.app.data.check import check_entry
-from pipeline.core.errors import DataError
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
-from pipeline.run.compose.experiment import compose
+from creditgraph.components.data.rows import is_short_answer
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.data.check import check_entry
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.pipeline.run.compose.experiment import compose
 
 NAMES = [name for name in list_choices("data", [CONFIG_DIR]) if name != "file"]  # a file of the user's own
 PROMISED = (

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from components.models.load import EMBEDDED, load_tokenizer
-from components.tasks import TASKS
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import ConfigError, DataError, GraphError
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.compose.overrides import deep_merge
+from creditgraph.components.models.load import EMBEDDED, load_tokenizer
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, DataError, GraphError
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.compose.overrides import deep_merge
 
 RECIPES = list(list_choices("recipe", [CONFIG_DIR]))
 CODE = ("livecodebench", "livecodebench_v6", "opencodereasoning")
@@ -193,7 +193,7 @@ def folder(tmp_path):
 
 
 def test_the_switch_reaches_every_prompt(folder):
-    from components.text import templates
+    from creditgraph.components.text import templates
 
     for thinking in (True, False):
         tokenizer = load_tokenizer(ModelSpec(path=str(folder), chat_template_kwargs={"enable_thinking": thinking}))

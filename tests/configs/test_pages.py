@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.drawing.draw import mermaid
-from pipeline.core.graph import build_graph
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
+from creditgraph.pipeline.app.drawing.draw import mermaid
+from creditgraph.pipeline.core.graph import build_graph
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {p.stem: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs" / "papers").glob("*.md"))}

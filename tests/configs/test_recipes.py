@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from pipeline.core.component import Context
-from pipeline.core.errors import GraphError
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
-from pipeline.run.compose.experiment import build_experiment, check_shipped, compose
-from pipeline.run.executor import Executor
-from pipeline.run.recording import read_payload
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import GraphError
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
+from creditgraph.pipeline.run.compose.experiment import build_experiment, check_shipped, compose
+from creditgraph.pipeline.run.executor import Executor
+from creditgraph.pipeline.run.recording import read_payload
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 RATIO_OBJECTIVES = ("gspo", "gspo_gated", "trace")
 PAPERS = ("dapo", "drgrpo", "entropy_8020", "grpo", "grpo_lambda", "gspo", "p_trace", "rrpo", "s_trace", "srpo")

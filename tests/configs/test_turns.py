@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["prompts.batch=4", "sampler.group_size=4", "evaluator.num_problems=5", "data.train.size=40"]

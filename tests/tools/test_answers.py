@@ -8,8 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from attack_suites import answers
 
-from components.engine import messages, rows
-from components.engine.served import dialect
+from creditgraph.components.engine import messages, rows
+from creditgraph.components.engine.served import dialect
 
 
 @pytest.fixture(autouse=True)

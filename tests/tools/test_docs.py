@@ -15,9 +15,9 @@ import pytest
 from pages import run_bash, working_in
 from sentences import is_quoted, sentences, template
 
-from pipeline.app.cli import COMMANDS, main
-from pipeline.core.registry import BUILTIN
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.pipeline.app.cli import COMMANDS, main
+from creditgraph.pipeline.core.registry import BUILTIN
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from pages import working_in
 
-from components.data.sources import parse_source
-from pipeline.app.cli import COMMANDS, main
-from pipeline.app.cluster.settings import load_cluster, split_overrides
-from pipeline.app.sweep import build_all, combinations
-from pipeline.core.graph import build_graph
-from pipeline.core.registry import known_components
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.components.data.sources import parse_source
+from creditgraph.pipeline.app.cli import COMMANDS, main
+from creditgraph.pipeline.app.cluster.settings import load_cluster, split_overrides
+from creditgraph.pipeline.app.sweep import build_all, combinations
+from creditgraph.pipeline.core.graph import build_graph
+from creditgraph.pipeline.core.registry import known_components
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "adding-a-method.md")]

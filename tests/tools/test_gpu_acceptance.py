@@ -99,7 +99,7 @@ def test_a_stage_that_lacks_a_package_has_not_run(tmp_path):
     assert not done(line, True, "cpu")
 
     def broken(run):
-        import components.no_such_module  # noqa: F401
+        import creditgraph.components.no_such_module  # noqa: F401
 
     assert line_of(broken, tmp_path)["status"] == "failed"
 

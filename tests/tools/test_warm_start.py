@@ -6,11 +6,11 @@ import random
 import pytest
 import warm_start
 
-from components.models.load import EMBEDDED, load_causal_lm, load_tokenizer
-from components.tasks import TASKS
-from components.tasks.base import labelled, split_thoughts
-from components.text.templates import extract_answer
-from pipeline.core.component import ModelSpec
+from creditgraph.components.models.load import EMBEDDED, load_causal_lm, load_tokenizer
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.tasks.base import labelled, split_thoughts
+from creditgraph.components.text.templates import extract_answer
+from creditgraph.pipeline.core.component import ModelSpec
 
 JUGS = TASKS["jugs"]
 PROBLEMS = [JUGS.generate(9, i) for i in range(200)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from acceptance.measure import Run, difference, generator, operations
-from components.learner.packing.attention import PackedLayout, make_layout, packed_attention
-from components.learner.packing.prefix import paths
+from creditgraph.components.learner.packing.attention import PackedLayout, make_layout, packed_attention
+from creditgraph.components.learner.packing.prefix import paths
 
 FAST = ("flash", "varlen", "cudnn", "fused_attn")  # in the names of operations that are one fused kernel
 SLOW = ("_attention_math", "_softmax", "_efficient_attention")

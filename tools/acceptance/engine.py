@@ -9,11 +9,11 @@ import torch
 from acceptance.learners import alive
 from acceptance.measure import Run
 from acceptance.models import QWEN2, Shape, context_of, random_tokens, shape_of
-from components.engine.local.engine import LocalEngine
-from components.learner.packing.pack import pack, plan
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.learner.packing.pack import pack, plan
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 # Nats. Two orders of summation over thousands of bfloat16 products; the mean is what ratios see.
 GAPS = {torch.bfloat16: 0.03, torch.float32: 1e-4}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from acceptance.measure import Run, difference, generator
 from acceptance.models import QWEN2, shape_of
-from components.learner.logprobs import Head, VocabShard, token_logprobs
+from creditgraph.components.learner.logprobs import Head, VocabShard, token_logprobs
 
 # Logits are rounded to the dtype of the weights, 2⁻⁹ of their size, and these logits are below 4.
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from acceptance.measure import Run
 from acceptance.models import QWEN2, QWEN3, Shape, batch_of, context_of, random_tokens, shape_of
-from components.learner.hf.learner import HFLearner
-from components.learner.learner import PolicyLearner
-from components.learner.packing.pack import pack
-from pipeline.core.component import Context
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.learner import PolicyLearner
+from creditgraph.components.learner.packing.pack import pack
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.jagged import Jagged
 
 AIM = 0.45  # of the matmul rate measured in the same run
-SHARDING = "components.learner.hf.sharding"
+SHARDING = "creditgraph.components.learner.hf.sharding"
 PROMPT = 16  # short, so that nearly every token is predicted and the count of operations is right
 
 
@@ -29,7 +29,7 @@ def build(run: Run, kind: str, shape: Shape, **settings: Any) -> PolicyLearner:
     """A set-up learner: "hf", "fsdp" (learner.hf sharded over one rank), or "megatron"."""
     cls: type[PolicyLearner] = one_rank() if kind == "fsdp" else HFLearner
     if kind == "megatron":
-        from components.learner.megatron.learner import MegatronLearner
+        from creditgraph.components.learner.megatron.learner import MegatronLearner
 
         cls = MegatronLearner
     learner = cls(cls.Config(**settings))
@@ -41,7 +41,7 @@ def one_rank() -> type[PolicyLearner]:
     """learner.hf sharded over a single rank, which its settings do not ask for: one rank has all of it anyway."""
     if importlib.util.find_spec(SHARDING) is None:
         raise ModuleNotFoundError(f"no {SHARDING}", name="sharding in learner.hf")
-    from components.models.load import empty_causal_lm, resolve_model_path
+    from creditgraph.components.models.load import empty_causal_lm, resolve_model_path
 
     sharding: Any = importlib.import_module(SHARDING)
 
@@ -67,7 +67,7 @@ def alive(run: Run, kind: str, shape: Shape, **settings: Any) -> Iterator[Policy
         del learner
         if dist.is_initialized():
             if kind == "megatron":
-                from components.learner.megatron.parallel import destroy
+                from creditgraph.components.learner.megatron.parallel import destroy
 
                 destroy()
             dist.destroy_process_group()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from acceptance.measure import Run
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Trajectories
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Trajectories
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 from acceptance.learners import PROMPT, alive, build
 from acceptance.measure import Run
 from acceptance.models import HALF, QWEN2, batch_of, context_of, random_tokens, shape_of
-from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.local.engine import LocalEngine
-from components.engine.weight_files import checksum_of
-from pipeline.core.encoding import encode
-from pipeline.core.payloads import Weights
-from pipeline.run.checkpoint import Checkpoints, load
+from creditgraph.components.engine.channel import ChannelSettings, FileChannel
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.engine.weight_files import checksum_of
+from creditgraph.pipeline.core.encoding import encode
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.run.checkpoint import Checkpoints, load
 
 
 def publish(run: Run) -> None:

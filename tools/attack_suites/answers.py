@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.errors import CreditgraphError
 
 VOCABULARY = 50
 TOKENS = 6

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from attack_suites import toy_runs
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.streams import Stream
-from pipeline.run.checkpoint import manifest_checksum
-from pipeline.run.recording import read_payload
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.streams import Stream
+from creditgraph.pipeline.run.checkpoint import manifest_checksum
+from creditgraph.pipeline.run.recording import read_payload
 
 DONE = 9  # iterations before the damage; checkpoints after iterations 5 and 8
 NEWEST = "checkpoints/000008"

@@ -60,9 +60,9 @@ def run(case: Case) -> tuple[bool, str]:
 
 
 def _loaded(path: Path, case: Case) -> Outcome:
-    from components.data.loading import load_data
-    from pipeline.core.component import Context
-    from pipeline.core.errors import CreditgraphError
+    from creditgraph.components.data.loading import load_data
+    from creditgraph.pipeline.core.component import Context
+    from creditgraph.pipeline.core.errors import CreditgraphError
 
     context = Context()
     entry = {"source": "file", "path": str(path), "template": "plain", **case.settings}
@@ -82,8 +82,8 @@ def _loaded(path: Path, case: Case) -> Outcome:
 
 @cache
 def _tokenizer() -> object:
-    from components.models.load import load_tokenizer
-    from pipeline.core.component import ModelSpec
+    from creditgraph.components.models.load import load_tokenizer
+    from creditgraph.pipeline.core.component import ModelSpec
 
     tokenizer = load_tokenizer(ModelSpec(path="tiny"))
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from attack_suites import toy_runs
-from pipeline.core.streams import Stream
+from creditgraph.pipeline.core.streams import Stream
 
 PAUSE = 0.02  # seconds per node, so that a run lasts long enough to be hit
 use = toy_runs.use

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from attack_suites import answers
-from components.engine.base import Limits
-from components.engine.channel import Update
-from components.engine.messages import ScoreRequest
-from components.engine.rows import Rows
-from components.engine.served import dialect as served
-from components.engine.served.addresses import Address
-from components.engine.served.dialect import Dialect, ServedModel
-from components.engine.served.pool import ServerPool
-from components.engine.served.settings import PoolSettings
-from components.engine.sglang.dialect import SGLangDialect
-from components.engine.sglang.settings import SGLangSettings
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.settings import VllmSettings
-from components.text.stops import TokenText
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
+from creditgraph.components.engine.base import Limits
+from creditgraph.components.engine.channel import Update
+from creditgraph.components.engine.messages import ScoreRequest
+from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served import dialect as served
+from creditgraph.components.engine.served.addresses import Address
+from creditgraph.components.engine.served.dialect import Dialect, ServedModel
+from creditgraph.components.engine.served.pool import ServerPool
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.components.engine.sglang.dialect import SGLangDialect
+from creditgraph.components.engine.sglang.settings import SGLangSettings
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.components.text.stops import TokenText
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
 
 GENERATE = {"/creditgraph/rows", "/generate"}
 LARGEST = 1 << 20  # bytes of a response here, so that one beyond the limit is small

@@ -84,8 +84,8 @@ def fits(sentence: str, expected: str) -> bool:
 
 def _refusal(case: Case) -> list[str]:
     """The problems with which a recipe is refused; empty if it is accepted."""
-    from pipeline.app.sweep import build_all
-    from pipeline.core.errors import CreditgraphError
+    from creditgraph.pipeline.app.sweep import build_all
+    from creditgraph.pipeline.core.errors import CreditgraphError
 
     # A folder of its own for each file: all files of a folder are checked, whichever is chosen.
     folder = FOLDER / f"file {case.mistake}"
@@ -100,7 +100,7 @@ def _refusal(case: Case) -> list[str]:
 
 def _trained(settings: list[str]) -> tuple[int, str, list[str]]:
     """What `creditgraph train` returns, what it says, and which files it leaves in an empty working directory."""
-    from pipeline.app.cli import main
+    from creditgraph.pipeline.app.cli import main
 
     place = FOLDER / "empty"
     place.mkdir(exist_ok=True)

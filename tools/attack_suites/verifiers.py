@@ -1,7 +1,7 @@
 """Answers that might be right for every question, graded by the text, mathematics and program verifiers.
 
 One case is one odd answer and one verifier. It holds if the answer is right for at most two references of different
-value; what counts as different is decided by `pipeline.app.data.master_keys`, as for `creditgraph data check --keys`.
+value; what counts as different is decided by `creditgraph.lab.master_keys`, as for `creditgraph data check --keys`.
 """
 
 import atexit
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from components.verifier.base import Item, VerifierComponent
-from pipeline.app.data.master_keys import odd_answers, search_master_keys
-from pipeline.core.component import Context, set_up
-from pipeline.core.registry import build_component
+from creditgraph.components.verifier.base import Item, VerifierComponent
+from creditgraph.lab.master_keys import odd_answers, search_master_keys
+from creditgraph.pipeline.core.component import Context, set_up
+from creditgraph.pipeline.core.registry import build_component
 
 NUMBERS = [str(n) for n in range(-40, 260, 5)]
 EXPRESSIONS = [

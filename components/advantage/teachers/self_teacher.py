@@ -8,17 +8,17 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import INVALID, decimal, signed
-from components.advantage.group import Outputs, training_mask
-from components.models.load import context_length
-from components.rollouts.second_turn import encoded, problem_of
-from components.rollouts.thoughts import steps_of, thought_texts
-from components.text.templates import Mode, critique_prompt, hint_prompt
-from pipeline.core.component import Component, Context, Count, same_rows
-from pipeline.core.errors import ConfigError
-from pipeline.core.handles import Policy
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories, check_aligned
+from creditgraph.components.advantage.explanations import INVALID, decimal, signed
+from creditgraph.components.advantage.group import Outputs, training_mask
+from creditgraph.components.models.load import context_length
+from creditgraph.components.rollouts.second_turn import encoded, problem_of
+from creditgraph.components.rollouts.thoughts import steps_of, thought_texts
+from creditgraph.components.text.templates import Mode, critique_prompt, hint_prompt
+from creditgraph.pipeline.core.component import Component, Context, Count, same_rows
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories, check_aligned
 
 
 def siblings(correct: Tensor, prompt: Tensor) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from components.advantage.explanations import signed
-from components.advantage.group import Outputs, training_mask
-from components.models.load import load_tokenizer
-from pipeline.core.component import Component
-from pipeline.core.errors import DataError
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Trajectories
+from creditgraph.components.advantage.explanations import signed
+from creditgraph.components.advantage.group import Outputs, training_mask
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Trajectories
 
 
 class Teacher(Component):

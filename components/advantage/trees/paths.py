@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
-from components.advantage.group import Outputs
-from components.advantage.trees.tree import (
+from creditgraph.components.advantage.explanations import INVALID, lines_of_segments, minus, signed
+from creditgraph.components.advantage.group import Outputs
+from creditgraph.components.advantage.trees.tree import (
     TreeAdvantage,
     grown_of,
     node_values,
@@ -17,8 +17,8 @@ from components.advantage.trees.tree import (
     path_advantage,
     tree_of,
 )
-from pipeline.core.component import same_rows
-from pipeline.core.payloads import Rewards, Trajectories, check_aligned
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 class TreePaths(TreeAdvantage):

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
-from components.advantage.group import EXACT_ZERO, Outputs
-from components.advantage.trees.tree import (
+from creditgraph.components.advantage.explanations import INVALID, lines_of_segments, minus, signed
+from creditgraph.components.advantage.group import EXACT_ZERO, Outputs
+from creditgraph.components.advantage.trees.tree import (
     Grown,
     TreeAdvantage,
     ValueOf,
@@ -20,9 +20,9 @@ from components.advantage.trees.tree import (
     node_values,
     sibling_advantage,
 )
-from components.advantage.trees.turns import grown_of_turns
-from pipeline.core.component import same_rows
-from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
+from creditgraph.components.advantage.trees.turns import grown_of_turns
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
 
 
 class TreeSiblings(TreeAdvantage):

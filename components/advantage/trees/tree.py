@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.advantage.group import Outputs, group_sum
-from pipeline.core.component import Component
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories
+from creditgraph.components.advantage.group import Outputs, group_sum
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories
 
 ValueOf = Literal["leaves", "children"]
 

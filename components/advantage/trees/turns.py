@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from components.advantage.trees.tree import Grown, tree_over
-from components.rollouts.turn_rows import by_episode, check_episode_rewards, rows_before
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, Trajectories, Turns
+from creditgraph.components.advantage.trees.tree import Grown, tree_over
+from creditgraph.components.rollouts.turn_rows import by_episode, check_episode_rewards, rows_before
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns
 
 
 def grown_of_turns(trajectories: Trajectories, turns: Turns, rewards: Rewards) -> Grown:

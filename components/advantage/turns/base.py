@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import INVALID
-from components.advantage.group import Normalize, Outputs, group_advantage, trajectory_credit
-from components.rollouts.turn_rows import by_episode, check_episode_rewards
-from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
+from creditgraph.components.advantage.explanations import INVALID
+from creditgraph.components.advantage.group import Normalize, Outputs, group_advantage, trajectory_credit
+from creditgraph.components.rollouts.turn_rows import by_episode, check_episode_rewards
+from creditgraph.pipeline.core.component import Component, Count, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
 TURN_METRICS = (
     Metric("episodes", "episodes", "episodes whose turns are credited"),

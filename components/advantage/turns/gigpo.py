@@ -8,13 +8,18 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import decimal, signed
-from components.advantage.group import Outputs, group_advantage
-from components.advantage.turns.base import TURN_METRICS, NormalizeSettings, TurnAdvantage, outcome_advantage
-from components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
-from pipeline.core.component import same_rows
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Trajectories, Turns
+from creditgraph.components.advantage.explanations import decimal, signed
+from creditgraph.components.advantage.group import Outputs, group_advantage
+from creditgraph.components.advantage.turns.base import (
+    TURN_METRICS,
+    NormalizeSettings,
+    TurnAdvantage,
+    outcome_advantage,
+)
+from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns
 
 
 class _Parts(NamedTuple):

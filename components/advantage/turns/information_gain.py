@@ -8,12 +8,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import signed
-from components.advantage.group import group_advantage
-from components.advantage.turns.base import NormalizeSettings, ValuedTurnAdvantage, finite_episodes, start_values
-from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
+from creditgraph.components.advantage.explanations import signed
+from creditgraph.components.advantage.group import group_advantage
+from creditgraph.components.advantage.turns.base import (
+    NormalizeSettings,
+    ValuedTurnAdvantage,
+    finite_episodes,
+    start_values,
+)
+from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
 
 def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:

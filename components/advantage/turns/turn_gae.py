@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import decimal, signed
-from components.advantage.turns.base import ValuedTurnAdvantage, start_values
-from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
+from creditgraph.components.advantage.explanations import decimal, signed
+from creditgraph.components.advantage.turns.base import ValuedTurnAdvantage, start_values
+from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
 
 def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:

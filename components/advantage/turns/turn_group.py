@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from components.advantage.explanations import decimal, signed
-from components.advantage.group import Normalize, Outputs, group_advantage
-from components.advantage.turns.base import NormalizeSettings, TurnAdvantage, outcome_advantage
-from components.rollouts.turn_rows import by_episode, last_turns, state_groups
-from pipeline.core.component import same_rows
-from pipeline.core.payloads import Rewards, Trajectories, Turns
+from creditgraph.components.advantage.explanations import decimal, signed
+from creditgraph.components.advantage.group import Normalize, Outputs, group_advantage
+from creditgraph.components.advantage.turns.base import NormalizeSettings, TurnAdvantage, outcome_advantage
+from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, state_groups
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns
 
 
 def turn_advantage(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged
 
 # Elements of one [rows, vocabulary] block in float32; larger batches are processed in blocks of rows.
 BLOCK = 1 << 24

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from components.engine.local.lean import LeanDecoder
-from components.engine.local.score import token_scores
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Scores
-from pipeline.core.jagged import Jagged
+from creditgraph.components.engine.local.lean import LeanDecoder
+from creditgraph.components.engine.local.score import token_scores
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Scores
+from creditgraph.pipeline.core.jagged import Jagged
 
 # Places of one attention mask [rows, branch tokens, all tokens]; a longer row goes alone.
 MASK_ELEMENTS = 1 << 26

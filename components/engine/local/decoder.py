@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 class Decoder(Protocol):

@@ -10,23 +10,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, EngineSettings, Outputs
-from components.engine.local.branches import Branches, check_branches, score_branches
-from components.engine.local.cache import tokens_in_free_memory
-from components.engine.local.decoder import Decoder, TransformersDecoder
-from components.engine.local.generate import REASONS, generate
-from components.engine.local.lean import LeanDecoder, unsupported
-from components.engine.local.score import attribute, score
-from components.engine.vocabulary import eos_mask, padding_columns
-from components.engine.weights import WeightNames, merged
-from components.models.load import check_context, load_causal_lm, load_tokenizer, resolve_model_path
-from components.text.stops import TokenText, decode_rows
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, CreditgraphError
-from pipeline.core.handles import Completions, Requests, Scores
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, EngineSettings, Outputs
+from creditgraph.components.engine.local.branches import Branches, check_branches, score_branches
+from creditgraph.components.engine.local.cache import tokens_in_free_memory
+from creditgraph.components.engine.local.decoder import Decoder, TransformersDecoder
+from creditgraph.components.engine.local.generate import REASONS, generate
+from creditgraph.components.engine.local.lean import LeanDecoder, unsupported
+from creditgraph.components.engine.local.score import attribute, score
+from creditgraph.components.engine.vocabulary import eos_mask, padding_columns
+from creditgraph.components.engine.weights import WeightNames, merged
+from creditgraph.components.models.load import check_context, load_causal_lm, load_tokenizer, resolve_model_path
+from creditgraph.components.text.stops import TokenText, decode_rows
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError
+from creditgraph.pipeline.core.handles import Completions, Requests, Scores
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Weights
 
 
 class LocalEngine(Engine):

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.engine.base import Limits
-from components.engine.local.decoder import Decoder, left_padded
-from components.engine.local.sampling import draw
-from components.engine.local.waves import Begun, Wave, waves
-from components.text.stops import Matcher, TokenText
-from pipeline.core.handles import Requests
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import counter_uniform
+from creditgraph.components.engine.base import Limits
+from creditgraph.components.engine.local.decoder import Decoder, left_padded
+from creditgraph.components.engine.local.sampling import draw
+from creditgraph.components.engine.local.waves import Begun, Wave, waves
+from creditgraph.components.text.stops import Matcher, TokenText
+from creditgraph.pipeline.core.handles import Requests
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import counter_uniform
 
 RUNNING, EOS, STOP, FINAL, THOUGHTS, LENGTH, PAUSED = range(7)
 REASONS = ("", "eos", "stop", "final", "thoughts", "length", "paused")

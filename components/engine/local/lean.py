@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from components.engine.local.batches import token_batches
-from components.engine.local.cache import GroupCache
-from pipeline.core.jagged import Jagged
+from creditgraph.components.engine.local.batches import token_batches
+from creditgraph.components.engine.local.cache import GroupCache
+from creditgraph.pipeline.core.jagged import Jagged
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.engine.local.batches import blocks
+from creditgraph.components.engine.local.batches import blocks
 
 
 def draw(

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.local.batches import blocks, scoring_batches
-from components.engine.local.decoder import Decoder
-from components.engine.local.sampling import chosen
-from pipeline.core.handles import Scores
-from pipeline.core.jagged import Jagged
+from creditgraph.components.engine.local.batches import blocks, scoring_batches
+from creditgraph.components.engine.local.decoder import Decoder
+from creditgraph.components.engine.local.sampling import chosen
+from creditgraph.pipeline.core.handles import Scores
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def token_scores(

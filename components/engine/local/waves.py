@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from components.engine.base import Limits
-from pipeline.core.handles import Requests
-from pipeline.core.jagged import Jagged
+from creditgraph.components.engine.base import Limits
+from creditgraph.pipeline.core.handles import Requests
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from components.engine.served.settings import PoolSettings, ServerSettings
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.ranks import Ranks
-from pipeline.run.run_directory import replacing
+from creditgraph.components.engine.served.settings import PoolSettings, ServerSettings
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.run_directory import replacing
 
 ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
 UNIX = "unix:"  # begins the address of a server on a Unix socket

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from components.engine.served.addresses import UNIX, Address
-from components.engine.served.process import KEY_VARIABLE
-from pipeline.core.errors import RunError
+from creditgraph.components.engine.served.addresses import UNIX, Address
+from creditgraph.components.engine.served.process import KEY_VARIABLE
+from creditgraph.pipeline.core.errors import RunError
 
 logger = logging.getLogger("creditgraph")
 

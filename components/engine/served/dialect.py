@@ -14,10 +14,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from components.engine.channel import Update
-from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse
-from components.engine.served.process import Launch
-from pipeline.core.errors import CreditgraphError
+from creditgraph.components.engine.channel import Update
+from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from creditgraph.components.engine.served.process import Launch
+from creditgraph.pipeline.core.errors import CreditgraphError
 
 if TYPE_CHECKING:
     import httpx

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from components.engine.served.addresses import (
+from creditgraph.components.engine.served.addresses import (
     LOOPBACK,
     UNIX,
     Address,
@@ -20,11 +20,11 @@ from components.engine.served.addresses import (
     free_port,
     wait_for_server,
 )
-from components.engine.served.connection import LANE_REQUESTS, new_client
-from components.engine.served.dialect import Dialect, ServerError, WrongKeyError
-from components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
-from components.engine.served.settings import PoolSettings
-from pipeline.core.errors import CreditgraphError, RunError
+from creditgraph.components.engine.served.connection import LANE_REQUESTS, new_client
+from creditgraph.components.engine.served.dialect import Dialect, ServerError, WrongKeyError
+from creditgraph.components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError
 
 logger = logging.getLogger("creditgraph")
 

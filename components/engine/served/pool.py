@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 
 import httpx
 
-from components.engine.channel import Update
-from components.engine.messages import (
+from creditgraph.components.engine.channel import Update
+from creditgraph.components.engine.messages import (
     BadResponse,
     RowRequest,
     ScoreRequest,
     ScoreResponse,
 )
-from components.engine.served.addresses import Address, with_keys, write_rendezvous
-from components.engine.served.dialect import Dialect, RefusedError, ServerError, result_of
-from components.engine.served.server import Interrupted, Server
-from components.engine.served.settings import PoolSettings
-from components.engine.served.tasks import Feed, Reset, Task, sampling, scoring
-from components.engine.served.transfer import together
-from pipeline.core.errors import LostError, RunError
-from pipeline.core.ranks import same_device
+from creditgraph.components.engine.served.addresses import Address, with_keys, write_rendezvous
+from creditgraph.components.engine.served.dialect import Dialect, RefusedError, ServerError, result_of
+from creditgraph.components.engine.served.server import Interrupted, Server
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.components.engine.served.tasks import Feed, Reset, Task, sampling, scoring
+from creditgraph.components.engine.served.transfer import together
+from creditgraph.pipeline.core.errors import LostError, RunError
+from creditgraph.pipeline.core.ranks import same_device
 
 T = TypeVar("T")
 _AnyRequest = RowRequest | ScoreRequest

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from components.engine.folders import abandoned, own_folder
-from components.engine.guard import clean
+from creditgraph.components.engine.folders import abandoned, own_folder
+from creditgraph.components.engine.guard import clean
 
 GUARD = Path(__file__).parents[1] / "guard.py"
 STOP_SECONDS = 12.0

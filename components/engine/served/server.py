@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from components.engine.channel import Update
-from components.engine.probe import compare_logprobs
-from components.engine.served.addresses import relocated
-from components.engine.served.connection import check_closed
-from components.engine.served.dialect import InFlight, ServerError, parsing, result_of
-from components.engine.served.launched import CHECK_SECONDS, NOT_READY, Launched, describe
-from pipeline.core.errors import CreditgraphError, RunError
+from creditgraph.components.engine.channel import Update
+from creditgraph.components.engine.probe import compare_logprobs
+from creditgraph.components.engine.served.addresses import relocated
+from creditgraph.components.engine.served.connection import check_closed
+from creditgraph.components.engine.served.dialect import InFlight, ServerError, parsing, result_of
+from creditgraph.components.engine.served.launched import CHECK_SECONDS, NOT_READY, Launched, describe
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError
 
 logger = logging.getLogger("creditgraph")
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from components.engine.channel import FileChannel, Update
-from components.engine.messages import ScoreRequest, ScoreResponse
-from components.engine.probe import Probe
-from components.engine.rows import Rows
-from components.engine.served.addresses import Address, find_servers, share_gpus, visible_gpus
-from components.engine.served.dialect import Dialect
-from components.engine.served.pool import ServerPool
-from components.engine.served.settings import ServerSettings
-from components.engine.served.transfer import Links, Transfer
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Weights
-from pipeline.core.ranks import same_device
+from creditgraph.components.engine.channel import FileChannel, Update
+from creditgraph.components.engine.messages import ScoreRequest, ScoreResponse
+from creditgraph.components.engine.probe import Probe
+from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served.addresses import Address, find_servers, share_gpus, visible_gpus
+from creditgraph.components.engine.served.dialect import Dialect
+from creditgraph.components.engine.served.pool import ServerPool
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.served.transfer import Links, Transfer
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.ranks import same_device
 
 
 class Servers:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.engine.base import EngineSettings
-from components.engine.channel import PLACE, ChannelSettings
+from creditgraph.components.engine.base import EngineSettings
+from creditgraph.components.engine.channel import PLACE, ChannelSettings
 
 
 @dataclass(frozen=True, kw_only=True)

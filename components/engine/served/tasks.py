@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, check_score
-from components.engine.served.dialect import Dialect
+from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, check_score
+from creditgraph.components.engine.served.dialect import Dialect
 
 Feed = Callable[[int, RowResponse, bool], bool]
 """(row, the next part of its response, whether it is the last) → whether the row has ended; or raises BadResponse"""

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from components.engine.bucket import Bucket, in_buckets
-from components.engine.group import Meeting, UpdateGroup, new_group_name
-from components.engine.served.addresses import LOOPBACK, free_port, own_address
-from components.engine.weight_files import Checksum
-from pipeline.core.errors import CreditgraphError
+from creditgraph.components.engine.bucket import Bucket, in_buckets
+from creditgraph.components.engine.group import Meeting, UpdateGroup, new_group_name
+from creditgraph.components.engine.served.addresses import LOOPBACK, free_port, own_address
+from creditgraph.components.engine.weight_files import Checksum
+from creditgraph.pipeline.core.errors import CreditgraphError
 
 Pairs = Callable[[], Iterator[tuple[str, Tensor]]]
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import httpx
 import torch
 
-from components.engine.bucket import Bucket
-from components.engine.channel import Update
-from components.engine.group import Meeting
-from components.engine.messages import BadResponse, RowRequest, RowResponse, ScoreRequest, ScoreResponse
-from components.engine.served.dialect import (
+from creditgraph.components.engine.bucket import Bucket
+from creditgraph.components.engine.channel import Update
+from creditgraph.components.engine.group import Meeting
+from creditgraph.components.engine.messages import BadResponse, RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from creditgraph.components.engine.served.dialect import (
     InFlight,
     ServedModel,
     ServerError,
@@ -30,12 +30,12 @@ from components.engine.served.dialect import (
     read_stream,
     result_of,
 )
-from components.engine.served.process import KEY_VARIABLE, Launch
-from components.engine.sglang import wire
-from components.engine.sglang.checks import expected_hashes, first_difference
-from components.engine.sglang.settings import SGLangSettings
-from components.engine.weight_files import checksum_of
-from components.models.weights import read_file
+from creditgraph.components.engine.served.process import KEY_VARIABLE, Launch
+from creditgraph.components.engine.sglang import wire
+from creditgraph.components.engine.sglang.checks import expected_hashes, first_difference
+from creditgraph.components.engine.sglang.settings import SGLangSettings
+from creditgraph.components.engine.weight_files import checksum_of
+from creditgraph.components.models.weights import read_file
 
 # Without CUDA: SGLang's own CPU engine, no compilation, plain attention.
 _CPU_VARIABLES = {
@@ -300,7 +300,7 @@ class SGLangDialect:
 
 @dataclass
 class _Receiver:
-    """`components.engine.served.transfer.Receiver` of a server, by its endpoints."""
+    """`creditgraph.components.engine.served.transfer.Receiver` of a server, by its endpoints."""
 
     client: httpx.AsyncClient
     ranks: int

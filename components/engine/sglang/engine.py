@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.engine.base import ENGINE_METRICS
-from components.engine.external import EXTERNAL_METRICS, ExternalEngine
-from components.engine.served.dialect import ServedModel
-from components.engine.sglang.dialect import SGLangDialect
-from components.engine.sglang.settings import SGLangSettings
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
+from creditgraph.components.engine.base import ENGINE_METRICS
+from creditgraph.components.engine.external import EXTERNAL_METRICS, ExternalEngine
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.sglang.dialect import SGLangDialect
+from creditgraph.components.engine.sglang.settings import SGLangSettings
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
 
 _INSTALL = (
     "SGLang pins another torch, so give it an environment of its own (python -m venv .venv-sglang; "

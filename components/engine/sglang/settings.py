@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from components.engine.channel import PLACE
-from components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.channel import PLACE
+from creditgraph.components.engine.served.settings import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from components.engine.bucket import Bucket, gpu_id
-from components.engine.group import Meeting
-from components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
-from components.engine.served.dialect import ServerError, check_id, number, parsing, token_id
-from pipeline.core.errors import ConfigError
+from creditgraph.components.engine.bucket import Bucket, gpu_id
+from creditgraph.components.engine.group import Meeting
+from creditgraph.components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from creditgraph.components.engine.served.dialect import ServerError, check_id, number, parsing, token_id
+from creditgraph.pipeline.core.errors import ConfigError
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 

@@ -39,7 +39,7 @@ def read_numbers(text: object) -> list[float]:
 def split_scores(numbers: Any) -> tuple[list[float], list[float], list[int], list[float]]:
     """Log-probs, entropies, and the most likely tokens with log-probs, of vLLM's `FlatLogprobs` of a scored prompt.
 
-    Its rows are those of `components.engine.vllm.exact.exact_table`, after an empty one.
+    Its rows are those of `creditgraph.components.engine.vllm.exact.exact_table`, after an empty one.
     """
     if not numbers or not numbers.logprobs:
         return [], [], [], []

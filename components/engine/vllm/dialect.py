@@ -1,9 +1,9 @@
 """Starts vLLM servers (0.32) and implements their HTTP API.
 
-Token ids go in and out by `components.engine.vllm.route`, which also reports the weights version. Log-probs and
-entropies are those of `components.engine.vllm.exact`, which the worker extension puts in place. Weights come as
+Token ids go in and out by `route.py`, which also reports the weights version. Log-probs and
+entropies are those of `exact.py`, which the worker extension puts in place. Weights come as
 safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
-need the server's development mode, whose paths `components.engine.vllm.key` closes to those without the server's key.
+need the server's development mode, whose paths `key.py` closes to those without the server's key.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 import httpx
 
-from components.engine.bucket import Bucket, share
-from components.engine.channel import PREFIX, Update
-from components.engine.group import Meeting
-from components.engine.messages import (
+from creditgraph.components.engine.bucket import Bucket, share
+from creditgraph.components.engine.channel import PREFIX, Update
+from creditgraph.components.engine.group import Meeting
+from creditgraph.components.engine.messages import (
     RowRequest,
     ScoreRequest,
     ScoreResponse,
 )
-from components.engine.served.dialect import (
+from creditgraph.components.engine.served.dialect import (
     InFlight,
     RefusedError,
     ServedModel,
@@ -40,15 +40,15 @@ from components.engine.served.dialect import (
     read_stream,
     result_of,
 )
-from components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
-from components.engine.vllm.columns import pack_ids
-from components.engine.vllm.replies import read_event, read_response, read_scores
-from components.engine.vllm.route import ROWS
-from components.engine.vllm.settings import VllmSettings
-from pipeline import ROOT
+from creditgraph.components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
+from creditgraph.components.engine.vllm.columns import pack_ids
+from creditgraph.components.engine.vllm.replies import read_event, read_response, read_scores
+from creditgraph.components.engine.vllm.route import ROWS
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.pipeline import ROOT
 
-EXTENSION = "components.engine.vllm.worker.WorkerExtension"
-SCHEDULER = "components.engine.vllm.scheduler.exact_scheduler"
+EXTENSION = "creditgraph.components.engine.vllm.worker.WorkerExtension"
+SCHEDULER = "creditgraph.components.engine.vllm.scheduler.exact_scheduler"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 _TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
 _CPU_CACHE_GB = 1.0
@@ -142,9 +142,9 @@ class VllmDialect:
             KEY_VARIABLE: "{key}",
             "VLLM_RPC_BASE_PATH": "{scratch}",
             "TMPDIR": "{scratch}",  # vLLM leaves files there
-            # The extension is imported from here; a user's own folder `components` must not hide it.
+            # The extension is imported from here; no file of the folder where the run was started hides a library's.
             "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT.parent), os.environ.get("PYTHONPATH")))),
         }
         if self._settings.lora.max_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -158,8 +158,13 @@ class VllmDialect:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._settings.cpu_threads),
             }
-        # -P: a folder "components" where the run was started is not ours.
-        command = [sys.executable, "-P", "-m", "components.engine.vllm.start", *as_arguments(options, negate=True)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "creditgraph.components.engine.vllm.start",
+            *as_arguments(options, negate=True),
+        ]
         return Launch(command=[*command, *self._settings.arguments], environment=environment)
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
@@ -334,7 +339,7 @@ class VllmDialect:
 
 @dataclass
 class _Receiver:
-    """`components.engine.served.transfer.Receiver` of a server, by its worker extension."""
+    """`creditgraph.components.engine.served.transfer.Receiver` of a server, by its worker extension."""
 
     client: httpx.AsyncClient
     ranks: int

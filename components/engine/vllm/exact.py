@@ -8,7 +8,7 @@ The V2 runner draws with Gumbel noise hashed from (seed, position, token): all r
 the same whatever else is decoded. The V1 runner has a generator per row, and a loop over them in every step.
 
 Scores of prompts (`prompt_logprobs`) are computed only from the position `FIRST` on, which a request has in its
-`extra_args`, so that everything before may come from the prefix cache; `components.engine.vllm.scheduler` keeps cache
+`extra_args`, so that everything before may come from the prefix cache; `scheduler.py` keeps cache
 hits before it. vLLM's own `prompt_logprob_token_ids` would be another way, but it gives neither entropies nor other
 temperatures than 1, and drops the scores of a row whose cached part goes beyond `prompt_logprob_start`.
 """
@@ -28,7 +28,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler as GpuSampler
 
-from components.engine.vllm.scheduler import first_scored, top_scored
+from creditgraph.components.engine.vllm.scheduler import first_scored, top_scored
 
 _GREEDY = 1e-5  # vLLM samples greedily below this temperature
 # Rows of logits at once: 39 MB in float32 for a vocabulary of 152 k, of which some copies are alive. vLLM does not know

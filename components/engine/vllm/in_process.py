@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from components.engine.channel import FileChannel
-from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, check_score
-from components.engine.probe import Probe, ProbeError, compare_logprobs
-from components.engine.rows import Rows
-from components.engine.served.dialect import ServedModel
-from components.engine.served.process import make_scratch
-from components.engine.vllm.columns import split_scores
-from components.engine.vllm.dialect import engine_options, engine_variables
-from components.engine.vllm.scheduler import scoring_parameters
-from components.engine.vllm.settings import VllmSettings
-from components.engine.weight_files import checksum_of
-from pipeline.core.component import Context
-from pipeline.core.errors import RunError
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.channel import FileChannel
+from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, check_score
+from creditgraph.components.engine.probe import Probe, ProbeError, compare_logprobs
+from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.served.process import make_scratch
+from creditgraph.components.engine.vllm.columns import split_scores
+from creditgraph.components.engine.vllm.dialect import engine_options, engine_variables
+from creditgraph.components.engine.vllm.scheduler import scoring_parameters
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.components.engine.weight_files import checksum_of
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.payloads import Weights
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -280,7 +280,7 @@ class InProcess:
 def response_of(out: Any) -> RowResponse:
     """vLLM's output of one request, or of one step of it.
 
-    `components.engine.vllm.exact` gives two numbers per token: log-prob and minus the entropy.
+    `creditgraph.components.engine.vllm.exact` gives two numbers per token: log-prob and minus the entropy.
     """
     (done,) = out.outputs
     numbers = done.logprobs.logprobs

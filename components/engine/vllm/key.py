@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from components.engine.served.process import KEY_VARIABLE
+from creditgraph.components.engine.served.process import KEY_VARIABLE
 
 _Receive = Callable[[], Awaitable[dict[str, Any]]]
 _Send = Callable[[dict[str, Any]], Awaitable[None]]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.bucket import Form, cut, open_shared, size_of
-from components.engine.group import Meeting, UpdateGroup
-from components.engine.weight_files import Checksum
+from creditgraph.components.engine.bucket import Form, cut, open_shared, size_of
+from creditgraph.components.engine.group import Meeting, UpdateGroup
+from creditgraph.components.engine.weight_files import Checksum
 
 
 class Receiver:

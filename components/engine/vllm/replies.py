@@ -1,4 +1,4 @@
-"""Reads a vLLM server's replies to `components.engine.vllm.route`; every field that is used is checked."""
+"""Reads a vLLM server's replies to `creditgraph.components.engine.vllm.route`; every field that is used is checked."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from components.engine.messages import FinishReason, RowResponse, ScoreResponse
-from components.engine.served.dialect import ServerError, check_id, parsing
-from components.engine.vllm.columns import crc_of, read_ids, read_numbers
-from components.engine.vllm.route import ROWS
+from creditgraph.components.engine.messages import FinishReason, RowResponse, ScoreResponse
+from creditgraph.components.engine.served.dialect import ServerError, check_id, parsing
+from creditgraph.components.engine.vllm.columns import crc_of, read_ids, read_numbers
+from creditgraph.components.engine.vllm.route import ROWS
 
 _REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 

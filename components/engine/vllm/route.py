@@ -3,7 +3,7 @@
 vLLM's own /inference/v1/generate sends some 150 bytes of JSON per token; here it is 16. A reply has
 
 - `id`: the request's;
-- `tokens`: sampled ids, `logprobs` and `entropies`: of them (columns as `components.engine.vllm.columns` writes them),
+- `tokens`: sampled ids, `logprobs` and `entropies`: of them (columns as `columns.py` writes them),
   and `crc` of the three. With `context` the latter two are of the prompt's tokens after that many; `tokens` are the
   `top` most likely ones in the place of each, and their log-probs follow those of the prompt's tokens;
 - `reason`: vLLM's finish reason, null before the last part of a streamed reply;
@@ -18,9 +18,9 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from components.engine.vllm.columns import crc_of, pack_ids, pack_numbers, read_ids, split_scores
-from components.engine.vllm.key import KeyMiddleware
-from components.engine.vllm.scheduler import scoring_parameters
+from creditgraph.components.engine.vllm.columns import crc_of, pack_ids, pack_numbers, read_ids, split_scores
+from creditgraph.components.engine.vllm.key import KeyMiddleware
+from creditgraph.components.engine.vllm.scheduler import scoring_parameters
 
 ROWS = "/creditgraph/rows"
 

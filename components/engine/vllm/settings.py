@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.served.settings import ServerSettings
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 

@@ -1,4 +1,4 @@
-"""`python -m components.engine.vllm.start …`: vLLM's API server with a key; on a CPU it forks, to import once.
+"""Run by `python -m`: vLLM's API server with a key; on a CPU it forks, to import once.
 
 The key stands in the environment variable CREDITGRAPH_SERVER_KEY, because every user of a host sees arguments.
 
@@ -15,9 +15,9 @@ import runpy
 import sys
 from multiprocessing.context import BaseContext
 
-from components.engine.vllm.key import server_key
+from creditgraph.components.engine.vllm.key import server_key
 
-MIDDLEWARE = "components.engine.vllm.route.GuardedRows"
+MIDDLEWARE = "creditgraph.components.engine.vllm.route.GuardedRows"
 _USERS = (
     "vllm.v1.engine.core",
     "vllm.v1.engine.utils",

@@ -1,4 +1,4 @@
-"""Code that runs in vLLM's workers: it installs `components.engine.vllm.exact`, and loads new weights."""
+"""Code that runs in vLLM's workers: it installs `creditgraph.components.engine.vllm.exact`, and loads new weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 
-from components.engine.vllm import exact
-from components.engine.vllm.receive import Receiver, refresh_tied
-from components.engine.weight_files import Checksum, checksum_of, wait_for
-from components.models.weights import read_file
+from creditgraph.components.engine.vllm import exact
+from creditgraph.components.engine.vllm.receive import Receiver, refresh_tied
+from creditgraph.components.engine.weight_files import Checksum, checksum_of, wait_for
+from creditgraph.components.models.weights import read_file
 
 
 class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
@@ -45,7 +45,7 @@ class WorkerExtension(Receiver):
     creditgraph_own: bool = True  # whether it holds the model's own weights, on which adapters build
 
     def creditgraph_install(self, forbidden: Sequence[int]) -> None:
-        """Installs the samplers of `components.engine.vllm.exact`; `forbidden` ids are never drawn."""
+        """Installs the samplers of `creditgraph.components.engine.vllm.exact`; `forbidden` ids are never drawn."""
         runner = self.model_runner
         mask = None
         if forbidden:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from components.learner.optimizer import Optimizer
-from pipeline.core.errors import RunError
+from creditgraph.components.learner.optimizer import Optimizer
+from creditgraph.pipeline.core.errors import RunError
 
 
 def save_shards(folder: Path, optimizer: Optimizer) -> None:

@@ -10,21 +10,21 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from components.learner.hf.learner import HFBackend
-from components.learner.hf.model import LearnerModel, hidden_states
-from components.learner.hf.node import HFNode
-from components.learner.hf.settings import HFSettings, HFStepSettings
-from components.learner.hf.sharding import Entry
-from components.learner.objective import LossInputs, Meters, Objective, ObjectiveSettings
-from components.learner.optimizer import Optimizer
-from components.learner.packing.pack import PackedBatch
-from components.learner.step import Result, RolloutTraining
-from components.rollouts.segments import check_segments, generalised_advantage, segment_starts
-from pipeline.core.component import Component, Context, same_rows
-from pipeline.core.errors import ConfigError
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from creditgraph.components.learner.hf.learner import HFBackend
+from creditgraph.components.learner.hf.model import LearnerModel, hidden_states
+from creditgraph.components.learner.hf.node import HFNode
+from creditgraph.components.learner.hf.settings import HFSettings, HFStepSettings
+from creditgraph.components.learner.hf.sharding import Entry
+from creditgraph.components.learner.objective import LossInputs, Meters, Objective, ObjectiveSettings
+from creditgraph.components.learner.optimizer import Optimizer
+from creditgraph.components.learner.packing.pack import PackedBatch
+from creditgraph.components.learner.step import Result, RolloutTraining
+from creditgraph.components.rollouts.segments import check_segments, generalised_advantage, segment_starts
+from creditgraph.pipeline.core.component import Component, Context, same_rows
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 logger = logging.getLogger("creditgraph")
 
@@ -166,7 +166,7 @@ class Critic(HFNode, Component):
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser, when the engines have given their memory back."""
         super().setup(context)
-        from components.models.load import check_context
+        from creditgraph.components.models.load import check_context
 
         context.turns.begin()
         context.turns.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.models.weights import Files, tensor_files
+from creditgraph.components.models.weights import Files, tensor_files
 
 Rows = tuple[int, int] | None  # first row and the row after the last; None for all
 Reader = Callable[[Rows], Tensor]

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.learner.head import plan_head
-from components.learner.hf.model import LearnerModel
-from components.learner.hf.node import HFNode
-from components.learner.hf.settings import HFSettings
-from components.learner.hf.sharding import Sharding
-from components.learner.learner import PolicyLearner
-from components.learner.optimizer import Optimizer, Update
-from components.learner.packing.pack import PackedBatch, filler
-from components.learner.step import Backend, LossOf
-from pipeline.core.component import Context, identity_sum
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.learner.head import plan_head
+from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.components.learner.hf.node import HFNode
+from creditgraph.components.learner.hf.settings import HFSettings
+from creditgraph.components.learner.hf.sharding import Sharding
+from creditgraph.components.learner.learner import PolicyLearner
+from creditgraph.components.learner.optimizer import Optimizer, Update
+from creditgraph.components.learner.packing.pack import PackedBatch, filler
+from creditgraph.components.learner.step import Backend, LossOf
+from creditgraph.pipeline.core.component import Context, identity_sum
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 
 class HFLearner(HFNode, PolicyLearner):
@@ -50,7 +50,7 @@ class HFLearner(HFNode, PolicyLearner):
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""
         super().setup(context)
-        from components.models.load import check_context
+        from creditgraph.components.models.load import check_context
 
         model, shards = self.load(context, context.model, self.config)
         max_context = check_context(context.model, model.config)

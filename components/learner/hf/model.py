@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.learner.dtensors import gather
-from components.learner.head import HeadPlan
-from components.learner.hf.settings import Recompute
-from components.learner.hf.sharding import ADAPTED, Entry, Sharding, gathered, unit_of, without_memory
-from components.learner.logprobs import Head, token_logprobs
-from components.learner.lora import ALL_LINEAR, Lora, initial_a
-from components.learner.packing.attention import register
-from components.learner.packing.flash import check_fast, obstacle
-from components.learner.packing.pack import PackedBatch, pack
-from components.models.experts import unstack
-from pipeline.core.errors import ConfigError, extra
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Adapter
+from creditgraph.components.learner.dtensors import gather
+from creditgraph.components.learner.head import HeadPlan
+from creditgraph.components.learner.hf.settings import Recompute
+from creditgraph.components.learner.hf.sharding import ADAPTED, Entry, Sharding, gathered, unit_of, without_memory
+from creditgraph.components.learner.logprobs import Head, token_logprobs
+from creditgraph.components.learner.lora import ALL_LINEAR, Lora, initial_a
+from creditgraph.components.learner.packing.attention import register
+from creditgraph.components.learner.packing.flash import check_fast, obstacle
+from creditgraph.components.learner.packing.pack import PackedBatch, pack
+from creditgraph.components.models.experts import unstack
+from creditgraph.pipeline.core.errors import ConfigError, extra
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _check_logits(entry: Entry) -> None:
         raise ValueError(
             f"learner: log-probs of {type(entry.model).__name__} from its output head differ from its own logits by "
             f"{worst:.2g} nats; its forward pass does more than a linear head with scale and soft cap. Add that to "
-            "components.learner.logprobs.Head, or use another model."
+            "creditgraph.components.learner.logprobs.Head, or use another model."
         )
 
 

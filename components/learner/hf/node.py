@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from components.learner.hf.checkpoint import load_shards, save_shards
-from components.learner.hf.settings import HFSettings, choose_fsdp_size
-from components.learner.hf.sharding import Sharding, check_size
-from components.learner.optimizer import Optimizer
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import RunError
+from creditgraph.components.learner.hf.checkpoint import load_shards, save_shards
+from creditgraph.components.learner.hf.settings import HFSettings, choose_fsdp_size
+from creditgraph.components.learner.hf.sharding import Sharding, check_size
+from creditgraph.components.learner.optimizer import Optimizer
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import RunError
 
 
 class HFNode:
@@ -34,8 +34,8 @@ class HFNode:
 
     def load(self, context: Context, spec: ModelSpec, settings: HFSettings) -> tuple[Any, tuple[Sharding, str] | None]:
         """The model on this rank's device; or without weights, with the ranks that share it and their folder."""
-        from components.models.load import empty_causal_lm, load_causal_lm, resolve_model_path
-        from components.models.weights import local_folder
+        from creditgraph.components.models.load import empty_causal_lm, load_causal_lm, resolve_model_path
+        from creditgraph.components.models.weights import local_folder
 
         self.sharded = False
         ranks = context.ranks

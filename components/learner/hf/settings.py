@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from components.learner.settings import LearnerSettings, StepSettings
+from creditgraph.components.learner.settings import LearnerSettings, StepSettings
 
 Recompute = Literal["none", "full"]
 

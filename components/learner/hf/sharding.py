@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from components.learner.dtensors import rows, shard_of
-from components.learner.hf.files import sources
-from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.ranks import Ranks
+from creditgraph.components.learner.dtensors import rows, shard_of
+from creditgraph.components.learner.hf.files import sources
+from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.core.ranks import Ranks
 
 ADAPTED = ".base_layer."  # in the names of weights that peft has wrapped
 

@@ -1,6 +1,6 @@
 """Attention, rotary angles and norms for megatron-core layers on packed sequences and shared-prefix trees.
 
-The attention itself is that of components.learner.packing.attention, so packed batches mean the same for every learner.
+The attention itself is that of `packing/attention.py`, so packed batches mean the same for every learner.
 This module passes its layout through megatron-core, and shards it over context-parallel ranks.
 """
 
@@ -19,9 +19,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from components.learner.packing.attention import PackedLayout, make_layout, packed_attention
-from components.learner.packing.pack import PackedBatch
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.packing.attention import PackedLayout, make_layout, packed_attention
+from creditgraph.components.learner.packing.pack import PackedBatch
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 @dataclass

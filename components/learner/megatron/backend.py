@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.learner.head import plan_head
-from components.learner.megatron.checkpoint import ShardWriter, load_shards, save_shards
-from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.layers.attention import choose_kernel
-from components.learner.megatron.model import MegatronModel
-from components.learner.megatron.optimizer import MegatronOptimizer, data_parallel, finalize_gradients
-from components.learner.megatron.parallel import init_parallel
-from components.learner.megatron.schedule import (
+from creditgraph.components.learner.head import plan_head
+from creditgraph.components.learner.megatron.checkpoint import ShardWriter, load_shards, save_shards
+from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+from creditgraph.components.learner.megatron.layers.attention import choose_kernel
+from creditgraph.components.learner.megatron.model import MegatronModel
+from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer, data_parallel, finalize_gradients
+from creditgraph.components.learner.megatron.parallel import init_parallel
+from creditgraph.components.learner.megatron.schedule import (
     ComputeClock,
     from_last_stage,
     is_last_stage,
@@ -27,15 +27,15 @@ from components.learner.megatron.schedule import (
     run_schedule,
     sum_over_ranks,
 )
-from components.learner.megatron.settings import MegatronSettings
-from components.learner.objective import Meters
-from components.learner.optimizer import Update
-from components.learner.packing.flash import check_fast, obstacle
-from components.learner.packing.pack import PackedBatch
-from components.learner.step import Backend, LossOf
-from components.models.load import check_context, load_config, resolve_model_path
-from pipeline.core.component import Context
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.megatron.settings import MegatronSettings
+from creditgraph.components.learner.objective import Meters
+from creditgraph.components.learner.optimizer import Update
+from creditgraph.components.learner.packing.flash import check_fast, obstacle
+from creditgraph.components.learner.packing.pack import PackedBatch
+from creditgraph.components.learner.step import Backend, LossOf
+from creditgraph.components.models.load import check_context, load_config, resolve_model_path
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 class MegatronBackend(Backend):

@@ -16,10 +16,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from components.learner.megatron.attention import LayerRopeAttention, PackedAttention, PackedGPTModel, RMSNorm
-from components.learner.megatron.families import FAMILIES
-from components.learner.megatron.layers.parts import Parts
-from components.learner.megatron.weights import whole_shapes
+from creditgraph.components.learner.megatron.attention import (
+    LayerRopeAttention,
+    PackedAttention,
+    PackedGPTModel,
+    RMSNorm,
+)
+from creditgraph.components.learner.megatron.families import FAMILIES
+from creditgraph.components.learner.megatron.layers.parts import Parts
+from creditgraph.components.learner.megatron.weights import whole_shapes
 
 # The padded vocabulary is a multiple of this times the tensor-parallel ranks: whole tiles for tensor cores.
 VOCAB_MULTIPLE = 8

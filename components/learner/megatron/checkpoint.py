@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.optimizer import MegatronOptimizer
-from pipeline.core.errors import RunError
+from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer
+from creditgraph.pipeline.core.errors import RunError
 
 METADATA = {
     # Gathers each parameter's state, so that TP and PP may change too; nothing written depends on the layout.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.learner.learner import PolicyLearner
-from components.learner.megatron.settings import MegatronSettings, ParallelLayout
-from pipeline.core.component import Context, ShardWrites
-from pipeline.core.errors import RunError
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Weights
+from creditgraph.components.learner.learner import PolicyLearner
+from creditgraph.components.learner.megatron.settings import MegatronSettings, ParallelLayout
+from creditgraph.pipeline.core.component import Context, ShardWrites
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Weights
 
 
 class MegatronLearner(PolicyLearner):
@@ -62,7 +62,7 @@ class MegatronLearner(PolicyLearner):
         with warnings.catch_warnings():
             # On import megatron-core warns a dozen times of two optional packages.
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
-            from components.learner.megatron.backend import MegatronBackend
+            from creditgraph.components.learner.megatron.backend import MegatronBackend
 
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter of every bucket
         self.backend: MegatronBackend = MegatronBackend(context, self.config)

@@ -24,9 +24,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from components.learner.lora import Lora, initial_a
-from components.learner.megatron.settings import ParallelLayout
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.lora import Lora, initial_a
+from creditgraph.components.learner.megatron.settings import ParallelLayout
+from creditgraph.pipeline.core.errors import ConfigError
 
 # Part of a layer → whether it is column parallel.
 LINEARS = {

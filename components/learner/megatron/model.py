@@ -14,24 +14,24 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from components.learner.head import HeadPlan
-from components.learner.logprobs import Head, VocabShard, token_logprobs
-from components.learner.lora import Lora
-from components.learner.megatron.attention import PackedParams, RankInputs, prepare
-from components.learner.megatron.bridge import build_chunks, make_bridge
-from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.experts import local_expert
-from components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
-from components.learner.megatron.layers.parts import LOCAL, chosen_parts
-from components.learner.megatron.lora import Adapters, check_lora
-from components.learner.megatron.parallel import check_layout
-from components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute, fusions
-from components.learner.megatron.weights import check_files, fill, gather, parts, read
-from components.learner.packing.pack import PackedBatch
-from components.models.load import load_config
-from components.models.weights import tensor_files
-from pipeline.core.component import ModelSpec
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.head import HeadPlan
+from creditgraph.components.learner.logprobs import Head, VocabShard, token_logprobs
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.learner.megatron.attention import PackedParams, RankInputs, prepare
+from creditgraph.components.learner.megatron.bridge import build_chunks, make_bridge
+from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+from creditgraph.components.learner.megatron.experts import local_expert
+from creditgraph.components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
+from creditgraph.components.learner.megatron.layers.parts import LOCAL, chosen_parts
+from creditgraph.components.learner.megatron.lora import Adapters, check_lora
+from creditgraph.components.learner.megatron.parallel import check_layout
+from creditgraph.components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute, fusions
+from creditgraph.components.learner.megatron.weights import check_files, fill, gather, parts, read
+from creditgraph.components.learner.packing.pack import PackedBatch
+from creditgraph.components.models.load import load_config
+from creditgraph.components.models.weights import tensor_files
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.jagged import Jagged
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

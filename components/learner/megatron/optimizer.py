@@ -1,4 +1,4 @@
-"""AdamW of megatron-core with the settings, the schedule and the skipped steps of `components.learner.optimizer`.
+"""AdamW of megatron-core with the settings, the schedule and the skipped steps of `learner/optimizer.py`.
 
 megatron-core keeps float32 main weights for narrower parameters, sums gradients over data-parallel replicas in float32
 and, as the distributed optimizer, shards main weights and moments over them. By default it would decay norms and biases
@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor, nn
 
-from components.learner.optimizer import OptimizerSettings, Schedule, Update
+from creditgraph.components.learner.optimizer import OptimizerSettings, Schedule, Update
 
 
 def data_parallel(

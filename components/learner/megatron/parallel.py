@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from components.learner.megatron.bridge import check_architecture
-from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.experts import expert_layers, has_experts, neighbouring_replicas
-from components.learner.megatron.families import FAMILIES
-from components.learner.megatron.settings import ParallelLayout
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.megatron.bridge import check_architecture
+from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+from creditgraph.components.learner.megatron.experts import expert_layers, has_experts, neighbouring_replicas
+from creditgraph.components.learner.megatron.families import FAMILIES
+from creditgraph.components.learner.megatron.settings import ParallelLayout
+from creditgraph.pipeline.core.errors import ConfigError
 
 
 def check_layout(layout: ParallelLayout, config: Any, path: str) -> None:

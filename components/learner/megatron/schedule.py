@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from components.learner.megatron.experts import most_of_sharing
-from components.learner.packing.pack import PackedBatch, filler
+from creditgraph.components.learner.megatron.experts import most_of_sharing
+from creditgraph.components.learner.packing.pack import PackedBatch, filler
 
 COMPUTE = ("forward-compute", "backward-compute")
 Forward = Callable[[nn.Module, PackedBatch], Tensor]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from components.learner.settings import LearnerSettings
-from pipeline.core.errors import extra
-from pipeline.core.settings import SettingsError, check_fields
+from creditgraph.components.learner.settings import LearnerSettings
+from creditgraph.pipeline.core.errors import extra
+from creditgraph.pipeline.core.settings import SettingsError, check_fields
 
 Recompute = Literal["none", "selective", "full"]
 Kernel = Literal["auto", "torch", "flash", "cudnn"]

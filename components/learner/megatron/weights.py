@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.learner.megatron.experts import local_expert, of_all_experts
-from components.models.experts import unstack
-from components.models.weights import Files, Shape, check_shapes
-from pipeline.core.errors import DataError
+from creditgraph.components.learner.megatron.experts import local_expert, of_all_experts
+from creditgraph.components.models.experts import unstack
+from creditgraph.components.models.weights import Files, Shape, check_shapes
+from creditgraph.pipeline.core.errors import DataError
 
 TIED_HEAD = "lm_head.weight"
 

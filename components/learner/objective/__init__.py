@@ -14,13 +14,18 @@ A rank has some of the rows here; what it computes of them is summed over replic
 A new objective is one file with a subclass of `Objective`, and one line in `settings.OBJECTIVES`.
 """
 
-from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.entropy_mask import EntropyMask
-from components.learner.objective.importance import Importance
-from components.learner.objective.kl import KL, kl_estimate
-from components.learner.objective.loss import aggregate, counts, credited, loss_terms, prepare, weights
-from components.learner.objective.meters import AllSum, Meters
-from components.learner.objective.settings import OBJECTIVES, ObjectiveSettings, load_objective, shipped_metrics
+from creditgraph.components.learner.objective.base import LossInputs, Objective
+from creditgraph.components.learner.objective.entropy_mask import EntropyMask
+from creditgraph.components.learner.objective.importance import Importance
+from creditgraph.components.learner.objective.kl import KL, kl_estimate
+from creditgraph.components.learner.objective.loss import aggregate, counts, credited, loss_terms, prepare, weights
+from creditgraph.components.learner.objective.meters import AllSum, Meters
+from creditgraph.components.learner.objective.settings import (
+    OBJECTIVES,
+    ObjectiveSettings,
+    load_objective,
+    shipped_metrics,
+)
 
 __all__ = [
     "KL",

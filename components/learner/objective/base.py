@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from components.learner.objective.meters import AllSum, Meters
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Payload
+from creditgraph.components.learner.objective.meters import AllSum, Meters
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.payloads import Payload
 
 # |log ratio| beyond this is clamped before exp: e^20 = 4.9e8 still squares within float32. Clamped tokens are counted.
 MAX_LOG_RATIO = 20.0

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.meters import Meters
-from components.learner.objective.ratio import safe_exp
-from pipeline.core.metric import Metric
+from creditgraph.components.learner.objective.base import LossInputs, Objective
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.components.learner.objective.ratio import safe_exp
+from creditgraph.pipeline.core.metric import Metric
 
 
 class CISPO(Objective):

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import CANDIDATE_LOGPROB, LossInputs, Objective, numbered
-from components.learner.objective.meters import Meters
-from components.learner.objective.ratio import safe_exp
-from pipeline.core.metric import Metric
+from creditgraph.components.learner.objective.base import CANDIDATE_LOGPROB, LossInputs, Objective, numbered
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.components.learner.objective.ratio import safe_exp
+from creditgraph.pipeline.core.metric import Metric
 
 TEACHER_LOGPROB = "teacher_logprob_"
 """columns of the credit, numbered like the candidates: their log-probs under the teacher"""

@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs
-from components.learner.objective.meters import AllSum
-from pipeline.core.handles import known_entropies
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import Stream, keys_within
+from creditgraph.components.learner.objective.base import LossInputs
+from creditgraph.components.learner.objective.meters import AllSum
+from creditgraph.pipeline.core.handles import known_entropies
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import Stream, keys_within
 
 HIGH = "high_entropy"
 """column of bools: trained tokens of high entropy"""

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.meters import Meters
-from components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, mean_log_ratio, safe_exp
+from creditgraph.components.learner.objective.base import LossInputs, Objective
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, mean_log_ratio, safe_exp
 
 GATE = "gate"
 

@@ -20,9 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import MAX_LOG_RATIO, LossInputs
-from components.learner.objective.meters import Meters
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective.base import MAX_LOG_RATIO, LossInputs
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.pipeline.core.jagged import Jagged
 
 WEIGHT = "importance_weight"
 """column of float32: factor of each token's loss"""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import MAX_LOG_RATIO
+from creditgraph.components.learner.objective.base import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, kw_only=True)

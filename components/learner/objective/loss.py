@@ -19,14 +19,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.learner.objective import entropy_mask, importance
-from components.learner.objective.base import LossInputs
-from components.learner.objective.kl import kl_estimate
-from components.learner.objective.meters import AllSum, Meters
-from components.learner.objective.settings import ObjectiveSettings, load_objective
-from pipeline.core.component import identity_sum
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import Stream
+from creditgraph.components.learner.objective import entropy_mask, importance
+from creditgraph.components.learner.objective.base import LossInputs
+from creditgraph.components.learner.objective.kl import kl_estimate
+from creditgraph.components.learner.objective.meters import AllSum, Meters
+from creditgraph.components.learner.objective.settings import ObjectiveSettings, load_objective
+from creditgraph.pipeline.core.component import identity_sum
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import Stream
 
 KL_WEIGHT = "kl_weight"
 """column of the credit: factor on the KL coefficient per token (SCoRe uses a larger one for first attempts)"""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.core.ranks import Ranks
+from creditgraph.pipeline.core.ranks import Ranks
 
 AllSum = Callable[[Tensor], Tensor]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.meters import Meters
-from components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, safe_exp
+from creditgraph.components.learner.objective.base import LossInputs, Objective
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, safe_exp
 
 
 class PPOClip(Objective):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import MAX_LOG_RATIO
-from components.learner.objective.meters import Meters
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
+from creditgraph.components.learner.objective.base import MAX_LOG_RATIO
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
 
 RATIO_METRICS: tuple[Metric, ...] = (
     Metric("ratio_mean", "ratio", "mean of π/π_old over trained tokens (of sequences for `gspo`)"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.meters import Meters
+from creditgraph.components.learner.objective.base import LossInputs, Objective
+from creditgraph.components.learner.objective.meters import Meters
 
 
 class Reinforce(Objective):

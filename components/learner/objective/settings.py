@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from components.learner.objective.base import Objective
-from components.learner.objective.entropy_mask import EntropyMask
-from components.learner.objective.importance import Importance
-from components.learner.objective.kl import KL
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.metric import Metric
-from pipeline.core.registry import load_class
-from pipeline.core.settings import SettingsError, build_config
+from creditgraph.components.learner.objective.base import Objective
+from creditgraph.components.learner.objective.entropy_mask import EntropyMask
+from creditgraph.components.learner.objective.importance import Importance
+from creditgraph.components.learner.objective.kl import KL
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.registry import load_class
+from creditgraph.pipeline.core.settings import SettingsError, build_config
 
 # One line per objective.
 OBJECTIVES: dict[str, str] = {
-    "reinforce": "components.learner.objective.reinforce:Reinforce",
-    "ppo_clip": "components.learner.objective.ppo_clip:PPOClip",
-    "cispo": "components.learner.objective.cispo:CISPO",
-    "gspo": "components.learner.objective.gspo:GSPO",
-    "gspo_gated": "components.learner.objective.gspo:GatedGSPO",
-    "distill": "components.learner.objective.distill:Distill",
-    "trace": "components.learner.objective.trace:Trace",
-    "shaped_probability": "components.learner.objective.shaped_probability:ShapedProbability",
+    "reinforce": "creditgraph.components.learner.objective.reinforce:Reinforce",
+    "ppo_clip": "creditgraph.components.learner.objective.ppo_clip:PPOClip",
+    "cispo": "creditgraph.components.learner.objective.cispo:CISPO",
+    "gspo": "creditgraph.components.learner.objective.gspo:GSPO",
+    "gspo_gated": "creditgraph.components.learner.objective.gspo:GatedGSPO",
+    "distill": "creditgraph.components.learner.objective.distill:Distill",
+    "trace": "creditgraph.components.learner.objective.trace:Trace",
+    "shaped_probability": "creditgraph.components.learner.objective.shaped_probability:ShapedProbability",
 }
 
 

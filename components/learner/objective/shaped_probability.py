@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs
-from components.learner.objective.meters import Meters
-from components.learner.objective.ppo_clip import PPOClip
-from components.learner.objective.ratio import RATIO_METRICS
-from pipeline.core.metric import Metric
+from creditgraph.components.learner.objective.base import LossInputs
+from creditgraph.components.learner.objective.meters import Meters
+from creditgraph.components.learner.objective.ppo_clip import PPOClip
+from creditgraph.components.learner.objective.ratio import RATIO_METRICS
+from creditgraph.pipeline.core.metric import Metric
 
 GAMMA = "shaping"
 

@@ -55,11 +55,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.decay.trace_sum import Style, trace_sum
-from components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
-from components.learner.objective.meters import AllSum, Meters
-from components.learner.objective.ratio import (
+from creditgraph.components.learner.objective.base import LossInputs, Objective
+from creditgraph.components.learner.objective.decay.trace_sum import Style, trace_sum
+from creditgraph.components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
+from creditgraph.components.learner.objective.meters import AllSum, Meters
+from creditgraph.components.learner.objective.ratio import (
     RATIO_METRICS,
     Clip,
     clip_flags,
@@ -69,8 +69,8 @@ from components.learner.objective.ratio import (
     safe_exp,
     surrogate,
 )
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
 
 SCALE = "trace_scale"
 """column: C_k / A on-policy, the factor by which the trace scales ∇log π(y_k)"""

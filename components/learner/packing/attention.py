@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from components.learner.packing.flash import obstacle, varlen
-from components.learner.packing.prefix import bags
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.packing.flash import obstacle, varlen
+from creditgraph.components.learner.packing.prefix import bags
+from creditgraph.pipeline.core.jagged import Jagged
 
 IMPLEMENTATION = "creditgraph_packed"
 Kernel = Callable[[Tensor, Tensor, Tensor, "PackedLayout", float | None, int | None], Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.learner.packing.attention import Gather, PackedLayout, make_layout
-from components.learner.packing.prefix import bags, overlaps, paths, without_last, worthwhile
-from pipeline.core.errors import DataError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.packing.attention import Gather, PackedLayout, make_layout
+from creditgraph.components.learner.packing.prefix import bags, overlaps, paths, without_last, worthwhile
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged
 
 # A smaller share of a row is recomputed: sharing it would save nothing, and a row without prefix has plain causal
 # attention.

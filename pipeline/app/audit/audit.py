@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.audit.checks import Check, Finding
-from pipeline.app.audit.targets import AuditError
-from pipeline.core.errors import did_you_mean
+from creditgraph.pipeline.app.audit.checks import Check, Finding
+from creditgraph.pipeline.app.audit.targets import AuditError
+from creditgraph.pipeline.core.errors import did_you_mean
 
 MARKS = {"pass": "✓", "fail": "✗", "declared": "≈", "not applicable": "–"}
 
@@ -29,11 +29,11 @@ class Result:
 
 def all_checks() -> tuple[Check, ...]:
     """Every check, in the order in which they run."""
-    from pipeline.app.audit.contract import CONTRACT
-    from pipeline.app.audit.gradient import GRADIENT
-    from pipeline.app.audit.loss import LOSS
-    from pipeline.app.audit.metamorphic import METAMORPHIC
-    from pipeline.app.audit.records import RECORDS
+    from creditgraph.pipeline.app.audit.contract import CONTRACT
+    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.loss import LOSS
+    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
+    from creditgraph.pipeline.app.audit.records import RECORDS
 
     return (*CONTRACT, *METAMORPHIC, *GRADIENT, *LOSS, *RECORDS)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.audit.batch import Batch, make
-from pipeline.app.audit.checks import Check, Finding, passed
-from pipeline.app.audit.targets import AdvantageTarget, AuditError
+from creditgraph.pipeline.app.audit.batch import Batch, make
+from creditgraph.pipeline.app.audit.checks import Check, Finding, passed
+from creditgraph.pipeline.app.audit.targets import AdvantageTarget, AuditError
 
 SECONDS = 10.0  # of one call
 

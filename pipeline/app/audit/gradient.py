@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.app.audit.batch import Batch, Floats
-from pipeline.app.audit.checks import Check, Finding, passed, skipped
-from pipeline.app.audit.problems import PROBLEMS, Problem
-from pipeline.app.audit.targets import AdvantageTarget
+from creditgraph.pipeline.app.audit.batch import Batch, Floats
+from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
+from creditgraph.pipeline.app.audit.problems import PROBLEMS, Problem
+from creditgraph.pipeline.app.audit.targets import AdvantageTarget
 
 GROUP = 4  # responses per group
 

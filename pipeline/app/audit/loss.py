@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.app.audit.batch import Floats
-from pipeline.app.audit.checks import Check, Finding, passed, skipped
-from pipeline.app.audit.contract import limited
-from pipeline.app.audit.gradient import GROUP, Comparison, judged
-from pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
-from pipeline.app.audit.problems import PROBLEMS, Problem
-from pipeline.app.audit.targets import AuditError
+from creditgraph.pipeline.app.audit.batch import Floats
+from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
+from creditgraph.pipeline.app.audit.contract import limited
+from creditgraph.pipeline.app.audit.gradient import GROUP, Comparison, judged
+from creditgraph.pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
+from creditgraph.pipeline.app.audit.problems import PROBLEMS, Problem
+from creditgraph.pipeline.app.audit.targets import AuditError
 
 CUT = ("micro_batch_size", "micro_batches", "num_micro_batches", "minibatch_size", "gradient_accumulation_steps")
 """parameters that say how a batch is cut, which must not change the loss"""

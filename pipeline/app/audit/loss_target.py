@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.app.audit.batch import Batch, Floats, make
-from pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, column_of
+from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
+from creditgraph.pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, column_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.audit.batch import Batch, make, stacked
-from pipeline.app.audit.checks import Check, Finding, passed, skipped
-from pipeline.app.audit.search import Case, Kind, Shape, compare, judged, rounded, search, shape_of
-from pipeline.app.audit.targets import AdvantageTarget
+from creditgraph.pipeline.app.audit.batch import Batch, make, stacked
+from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
+from creditgraph.pipeline.app.audit.search import Case, Kind, Shape, compare, judged, rounded, search, shape_of
+from creditgraph.pipeline.app.audit.targets import AdvantageTarget
 
 
 def row_order(target: AdvantageTarget) -> Finding:

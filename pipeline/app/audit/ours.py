@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.learner.objective import LossInputs as Inputs
-from components.learner.objective import Meters, ObjectiveSettings, aggregate, counts, loss_terms, prepare
-from pipeline.app.audit.batch import Batch, Floats
-from pipeline.app.audit.loss_target import LossInputs, LossTarget
-from pipeline.app.audit.targets import AdvantageTarget, AuditError
-from pipeline.core.component import Component, Context
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories
-from pipeline.core.settings import SettingsError, build_config
-from pipeline.core.sockets import sockets_of
+from creditgraph.components.learner.objective import LossInputs as Inputs
+from creditgraph.components.learner.objective import Meters, ObjectiveSettings, aggregate, counts, loss_terms, prepare
+from creditgraph.pipeline.app.audit.batch import Batch, Floats
+from creditgraph.pipeline.app.audit.loss_target import LossInputs, LossTarget
+from creditgraph.pipeline.app.audit.targets import AdvantageTarget, AuditError
+from creditgraph.pipeline.core.component import Component, Context
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories
+from creditgraph.pipeline.core.settings import SettingsError, build_config
+from creditgraph.pipeline.core.sockets import sockets_of
 
 MADE = (Trajectories, Rewards, Prompts)
 """payloads that a batch of the audit gives, one of each"""

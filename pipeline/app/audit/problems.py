@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.app.audit.batch import Batch, Floats, make
+from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
 
 Decision = tuple[int, int]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.audit.batch import Bools, Floats, Ints
-from pipeline.app.audit.checks import Check, Finding, passed, skipped
-from pipeline.app.audit.targets import AuditError
-from pipeline.core.errors import did_you_mean
+from creditgraph.pipeline.app.audit.batch import Bools, Floats, Ints
+from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
+from creditgraph.pipeline.app.audit.targets import AuditError
+from creditgraph.pipeline.core.errors import did_you_mean
 
 NEEDED = ("advantage", "reward", "group")
 OPTIONAL = ("mask", "valid", "turn")
@@ -153,8 +153,8 @@ def _guess(column: str, found: Mapping[str, Any]) -> str:
 
 
 def _of_run(path: Path) -> list[Records]:
-    from pipeline.core.payloads import Credit, Rewards, Trajectories
-    from pipeline.run.recording import read_payload, recorded_iterations
+    from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories
+    from creditgraph.pipeline.run.recording import read_payload, recorded_iterations
 
     folder = path / "record"
     outputs = sorted(p.name for p in folder.glob("*") if p.is_dir()) if folder.is_dir() else []
@@ -181,7 +181,7 @@ def _of_run(path: Path) -> list[Records]:
 
 def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> dict[str, list[Any]] | None:
     """Credit of one iteration with the rewards and groups of its rows."""
-    from pipeline.core.payloads import Rewards, Trajectories
+    from creditgraph.pipeline.core.payloads import Rewards, Trajectories
 
     credit = held[name, iteration]
     wanted = set(credit.uid.tolist())

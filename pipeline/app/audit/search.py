@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.audit.batch import Batch, Floats, make
-from pipeline.app.audit.checks import Finding, passed
-from pipeline.app.audit.targets import AdvantageTarget
+from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
+from creditgraph.pipeline.app.audit.checks import Finding, passed
+from creditgraph.pipeline.app.audit.targets import AdvantageTarget
 
 DRAWN = 32  # batches per check
 EXAMPLES = 100  # batches among which hypothesis looks for a smaller one

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.audit.batch import Batch, Floats
-from pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.app.audit.batch import Batch, Floats
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 
 # What a parameter of a function is given, by the names that it has in the trainers of this field.
 COLUMNS: dict[str, tuple[str, ...]] = {

@@ -117,7 +117,7 @@ def devices() -> Iterator[Finding]:
         return
     import torch
 
-    from components.learner.megatron.settings import missing_fusions
+    from creditgraph.components.learner.megatron.settings import missing_fusions
 
     if not torch.cuda.is_available():
         why = f"torch {torch.__version__} sees none, though {'the job has GPUs' if assigned else 'nvidia-smi is here'}"
@@ -203,8 +203,8 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
     import torch
     import torch.distributed as dist
 
-    from pipeline.core.ranks import Ranks
-    from pipeline.run.distributed.network import choose_interface, not_connected, within
+    from creditgraph.pipeline.core.ranks import Ranks
+    from creditgraph.pipeline.run.distributed.network import choose_interface, not_connected, within
 
     cuda = torch.cuda.is_available()
     megabytes = 64 if cuda else 4  # enough to use the bulk path of the network, and still fast

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from components.models.gpus import Device
-from components.models.shape import Shape
+from creditgraph.components.models.gpus import Device
+from creditgraph.components.models.shape import Shape
 
 LEAST_ROWS = 8  # rows of full length that a cache must hold for decoding to be worth the reading of the weights
 

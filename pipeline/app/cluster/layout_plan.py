@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from components.models.gpus import Device
-from components.models.shape import Shape
-from pipeline.core.errors import ConfigError
+from creditgraph.components.models.gpus import Device
+from creditgraph.components.models.shape import Shape
+from creditgraph.pipeline.core.errors import ConfigError
 
 Recompute = Literal["none", "full"]
 Kind = Literal["hf", "megatron"]

@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from components.engine.base import Engine
-from components.engine.served.settings import ServerSettings
-from components.learner.hf.settings import choose_fsdp_size
-from components.learner.learner import PolicyLearner
-from components.learner.logprobs import CHUNK_ELEMENTS
-from components.learner.packing.prefix import PATH_BUDGETS
-from components.models.gpus import DEVICES, Device
-from components.models.shape import Shape, known_shape
-from pipeline.app.cluster.engine_plan import Decoding, EngineEstimate, Serving, estimate_engine
-from pipeline.app.cluster.layout_plan import Estimate, Layout, Training, Work, estimate, layouts
-from pipeline.core.errors import ConfigError
-from pipeline.core.graph import Graph
-from pipeline.core.sockets import Node
-from pipeline.run.compose.experiment import Experiment
+from creditgraph.components.engine.base import Engine
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.learner.hf.settings import choose_fsdp_size
+from creditgraph.components.learner.learner import PolicyLearner
+from creditgraph.components.learner.logprobs import CHUNK_ELEMENTS
+from creditgraph.components.learner.packing.prefix import PATH_BUDGETS
+from creditgraph.components.models.gpus import DEVICES, Device
+from creditgraph.components.models.shape import Shape, known_shape
+from creditgraph.pipeline.app.cluster.engine_plan import Decoding, EngineEstimate, Serving, estimate_engine
+from creditgraph.pipeline.app.cluster.layout_plan import Estimate, Layout, Training, Work, estimate, layouts
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.run.compose.experiment import Experiment
 
 PROMPT_TOKENS = 512  # of a prompt; data sets are not read for a plan
 RESERVED = 0.1  # of a GPU: fragmentation, NCCL, CUDA itself

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import ROOT
-from pipeline.app.cluster.settings import Cluster
-from pipeline.app.cluster.slurm import ENDED, Kind
+from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.app.cluster.settings import Cluster
+from creditgraph.pipeline.app.cluster.slurm import ENDED, Kind
 
 if TYPE_CHECKING:
     import jinja2

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.engine.served.addresses import (
+from creditgraph.components.engine.served.addresses import (
     ATTEMPT,
     BY_HAND,
     Address,
@@ -23,16 +23,16 @@ from components.engine.served.addresses import (
     read_rendezvous,
     write_rendezvous,
 )
-from components.engine.served.settings import ServerSettings
-from pipeline.app.cluster.settings import Cluster
-from pipeline.core.component import Context, set_up
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.graph import Graph
-from pipeline.core.sockets import Node
-from pipeline.run.compose.experiment import Experiment
-from pipeline.run.distributed.network import address_of
-from pipeline.run.run_directory import writing
-from pipeline.run.run_settings import resolve_device
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.pipeline.app.cluster.settings import Cluster
+from creditgraph.pipeline.core.component import Context, set_up
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.distributed.network import address_of
+from creditgraph.pipeline.run.run_directory import writing
+from creditgraph.pipeline.run.run_settings import resolve_device
 
 SERVERS = "servers"  # folder of a run directory
 

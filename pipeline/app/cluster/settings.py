@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import yaml
 
-from components.models.gpus import DEVICES
-from pipeline.core.errors import ConfigError, GraphError, did_you_mean
-from pipeline.core.settings import build_config
-from pipeline.run.compose.choices import list_choices, read_yaml, search_dirs
+from creditgraph.components.models.gpus import DEVICES
+from creditgraph.pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml, search_dirs
 
 _AT_LEAST_ONE = ("nodes", "chain", "gpus_per_server", "cpus_per_task")
 _AT_LEAST_ZERO = (

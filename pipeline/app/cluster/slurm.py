@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.run.run_directory import check_run, locked, write_json, writing
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.run.run_directory import check_run, locked, write_json, writing
 
 # "job" trains, "eval" evaluates. Each has a separate script, log, note and final message in the run directory.
 Kind = Literal["job", "eval"]

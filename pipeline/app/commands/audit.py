@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.app.audit.checks import Finding
+    from creditgraph.pipeline.app.audit.checks import Finding
 
 SUMMARY = "Check credit of any trainer: an advantage or loss function, a component, a recipe, or recorded data."
 
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     """Prints the results; 1 when a check fails that nobody declared."""
     import torch
 
-    from pipeline.app.audit.audit import as_json, failures, known_names, run_checks, table, write_page
+    from creditgraph.pipeline.app.audit.audit import as_json, failures, known_names, run_checks, table, write_page
 
     declared = known_names([name for name in options.declare.split(",") if name])
     results = []
@@ -72,11 +72,11 @@ def main(options: argparse.Namespace) -> int:
 
 def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
     """What is audited, each with the checks of its kind."""
-    from components.learner.objective import Objective
-    from pipeline.app.audit.records import RECORDS, read_records
-    from pipeline.app.audit.targets import instance, load_function
-    from pipeline.core.component import Component
-    from pipeline.run.compose.overrides import parse_settings
+    from creditgraph.components.learner.objective import Objective
+    from creditgraph.pipeline.app.audit.records import RECORDS, read_records
+    from creditgraph.pipeline.app.audit.targets import instance, load_function
+    from creditgraph.pipeline.core.component import Component
+    from creditgraph.pipeline.run.compose.overrides import parse_settings
 
     target = options.target
     path = Path(target)
@@ -98,29 +98,29 @@ def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
 def _of_function(
     function: Any, name: str, given: dict[str, str], settings: dict[str, Any], kind: str | None
 ) -> tuple[Any, Sequence[Any]]:
-    from pipeline.app.audit.targets import advantage_function, is_loss
+    from creditgraph.pipeline.app.audit.targets import advantage_function, is_loss
 
     if kind == "loss" or (kind is None and is_loss(function, given)):
-        from pipeline.app.audit.loss import LOSS
-        from pipeline.app.audit.loss_target import loss_function
+        from creditgraph.pipeline.app.audit.loss import LOSS
+        from creditgraph.pipeline.app.audit.loss_target import loss_function
 
         return loss_function(function, name, given, settings), LOSS
-    from pipeline.app.audit.contract import CONTRACT
-    from pipeline.app.audit.gradient import GRADIENT
-    from pipeline.app.audit.metamorphic import METAMORPHIC
+    from creditgraph.pipeline.app.audit.contract import CONTRACT
+    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
 
     return advantage_function(function, name, given, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)
 
 
 def _of_component(name: str, settings: dict[str, Any]) -> list[tuple[Any, Sequence[Any]]]:
-    from components.learner.objective import Objective, ObjectiveSettings
-    from components.learner.objective.settings import OBJECTIVES
-    from pipeline.app.audit.contract import CONTRACT
-    from pipeline.app.audit.gradient import GRADIENT
-    from pipeline.app.audit.loss import LOSS
-    from pipeline.app.audit.metamorphic import METAMORPHIC
-    from pipeline.app.audit.ours import component_target, objective_target
-    from pipeline.core.registry import load_class
+    from creditgraph.components.learner.objective import Objective, ObjectiveSettings
+    from creditgraph.components.learner.objective.settings import OBJECTIVES
+    from creditgraph.pipeline.app.audit.contract import CONTRACT
+    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.loss import LOSS
+    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
+    from creditgraph.pipeline.app.audit.ours import component_target, objective_target
+    from creditgraph.pipeline.core.registry import load_class
 
     cls = None if name in OBJECTIVES else load_class(name)
     if cls is None or issubclass(cls, Objective):
@@ -130,14 +130,14 @@ def _of_component(name: str, settings: dict[str, Any]) -> list[tuple[Any, Sequen
 
 def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
     """The nodes of a recipe that give credit, and the losses of its learners."""
-    from pipeline.app.audit.contract import CONTRACT
-    from pipeline.app.audit.gradient import GRADIENT
-    from pipeline.app.audit.loss import LOSS
-    from pipeline.app.audit.metamorphic import METAMORPHIC
-    from pipeline.app.audit.ours import component_target, objective_target, unmade
-    from pipeline.app.audit.targets import AuditError
-    from pipeline.core.payloads import Credit
-    from pipeline.run.compose.experiment import build_experiment, compose
+    from creditgraph.pipeline.app.audit.contract import CONTRACT
+    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.loss import LOSS
+    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
+    from creditgraph.pipeline.app.audit.ours import component_target, objective_target, unmade
+    from creditgraph.pipeline.app.audit.targets import AuditError
+    from creditgraph.pipeline.core.payloads import Credit
+    from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
     graph = build_experiment(compose([recipe, *more]), "audit").graph
     found: list[tuple[Any, Sequence[Any]]] = []
@@ -155,7 +155,7 @@ def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
 
 
 def _skip(reason: str) -> Callable[[Any], Finding]:
-    from pipeline.app.audit.checks import skipped
+    from creditgraph.pipeline.app.audit.checks import skipped
 
     return lambda _: skipped(reason)
 

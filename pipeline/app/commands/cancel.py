@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.app.cluster.slurm import ALIVE, Note, call, states
+from creditgraph.pipeline.app.cluster.slurm import ALIVE, Note, call, states
 
 SUMMARY = "End the jobs of submitted runs."
 

@@ -27,11 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints every finding; 0 when there is none."""
-    from components.environment.base import EnvironmentComponent
-    from pipeline.app.trial import try_component
-    from pipeline.core.component import Component
-    from pipeline.core.contract import check_component
-    from pipeline.run.compose.overrides import parse_settings
+    from creditgraph.components.environment.base import EnvironmentComponent
+    from creditgraph.pipeline.app.trial import try_component
+    from creditgraph.pipeline.core.component import Component
+    from creditgraph.pipeline.core.contract import check_component
+    from creditgraph.pipeline.run.compose.overrides import parse_settings
 
     cls = _load(options.target)
     settings = parse_settings(options.set)
@@ -55,8 +55,8 @@ def main(options: argparse.Namespace) -> int:
 
 def _load(target: str) -> Any:
     """The class that is named, of a module or of a file."""
-    from pipeline.core.errors import ConfigError
-    from pipeline.core.registry import load_class, load_own
+    from creditgraph.pipeline.core.errors import ConfigError
+    from creditgraph.pipeline.core.registry import load_class, load_own
 
     if ".py:" not in target:
         return load_class(target)
@@ -68,11 +68,11 @@ def _load(target: str) -> Any:
 
 def _play(cls: Any, target: str, settings: dict[str, Any], problems: Path | None) -> tuple[list[str], str]:
     """Findings and note of scripted episodes, in a class with the three methods or a component that makes them."""
-    from components.environment.custom import Custom, check_class
-    from pipeline.app.environment_check import check_environment, embedded_problems, read_problems
-    from pipeline.core.component import Component, Context, set_up
-    from pipeline.core.errors import ConfigError
-    from pipeline.core.registry import build_component
+    from creditgraph.components.environment.custom import Custom, check_class
+    from creditgraph.pipeline.app.environment_check import check_environment, embedded_problems, read_problems
+    from creditgraph.pipeline.core.component import Component, Context, set_up
+    from creditgraph.pipeline.core.errors import ConfigError
+    from creditgraph.pipeline.core.registry import build_component
 
     if issubclass(cls, Component):
         component = build_component(target, settings, target)

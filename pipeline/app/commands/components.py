@@ -6,9 +6,9 @@ import argparse
 import json
 from dataclasses import asdict
 
-from pipeline.app.completion import complete_component, with_completer
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.registry import known_components
+from creditgraph.pipeline.app.completion import complete_component, with_completer
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.registry import known_components
 
 SUMMARY = "List components with their inputs, outputs and papers, and the settings of a run."
 RUN = "run"  # named beside components: the section of a configuration that every run has
@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
         if len(options.names) > 1:
             raise ConfigError("components: 'run' stands for the settings run.*; expected it alone, or components.")
         return _list_run_settings(options.json)
-    from pipeline.app.catalog import describe
+    from creditgraph.pipeline.app.catalog import describe
 
     known = known_components()
     names: list[str] = []
@@ -56,8 +56,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _list_run_settings(as_json: bool) -> int:
-    from pipeline.app.catalog import settings_of
-    from pipeline.run.run_settings import RunSettings
+    from creditgraph.pipeline.app.catalog import settings_of
+    from creditgraph.pipeline.run.run_settings import RunSettings
 
     settings = settings_of(RunSettings)
     if as_json:

@@ -6,9 +6,9 @@ import argparse
 import math
 from pathlib import Path
 
-from pipeline.app.arguments import add_config_dir
-from pipeline.app.text import visible
-from pipeline.core.errors import ConfigError
+from creditgraph.pipeline.app.arguments import add_config_dir
+from creditgraph.pipeline.app.text import visible
+from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Compare the credit of several recipes for the recorded rollouts of a run, token by token."
 
@@ -40,8 +40,8 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(f"--rows {options.rows}: expected at least 1.")
     if options.samples < 0 or options.samples % 2:
         raise ConfigError(f"--samples {options.samples}: expected 0 (no true advantage) or an even number.")
-    from pipeline.app.bench.side_by_side import compare
-    from pipeline.app.report.credit import write_credit
+    from creditgraph.pipeline.app.credit.side_by_side import compare
+    from creditgraph.pipeline.app.report.credit import write_credit
 
     comparison = compare(run, recipes, overrides, options.config_dir, options.iteration, options.rows, options.samples)
     for note in comparison.notes:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.app.arguments import add_config_dir
-from pipeline.app.text import visible
-from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
-from pipeline.run.compose.choices import list_choices, search_dirs
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.app.arguments import add_config_dir
+from creditgraph.pipeline.app.text import visible
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
+from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 if TYPE_CHECKING:
-    from pipeline.app.data.check import DataCheck
-    from pipeline.app.data.master_keys import Search
+    from creditgraph.pipeline.app.data.check import DataCheck
 
 MAX_CHARACTERS = 1500  # of a prompt
 MAX_REFUSED = 5
-MAX_KEY = 120  # characters of a master key
-_OPTIONS = {"check": ("entry", "path", "rows", "model", "verifier", "keys"), "preview": ("prompts", "tokens")}
+_OPTIONS = {"check": ("entry", "path", "rows", "model", "verifier"), "preview": ("prompts", "tokens")}
 
 SUMMARY = "Check a data file of the configuration, or preview the prompts of a recipe."
 
@@ -29,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl\n"
-        "  creditgraph data check gsm8k --verifier my_package.module:Mine --keys 60\n"
+        "  creditgraph data check gsm8k --verifier my_package.module:Mine\n"
         "  creditgraph data preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl"
     )
     parser.add_argument("action", choices=list(_OPTIONS))
@@ -42,12 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="check: rows to check; 0 checks all (default: 2000)")
     parser.add_argument("--model", help="check: show prompts and count tokens with this model's tokenizer")
     parser.add_argument("--verifier", metavar="USE", help="check: this verifier instead of the one of the data file")
-    parser.add_argument(
-        "--keys",
-        type=float,
-        metavar="SECONDS",
-        help="check: search so long for answers that the verifier accepts for references of different value",
-    )
     parser.add_argument("-n", "--prompts", type=int, help="preview: prompts to show (default: 2)")
     parser.add_argument(
         "--tokens", type=int, help="preview: tokens to show of each, from both ends; 0 shows all (default: 400)"
@@ -55,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs one action. `check` returns 1 if a verifier refuses a reference or has a master key, 2 if an entry fails."""
+    """Runs one action. `check` returns 1 if a verifier refuses a reference, 2 if an entry fails."""
     for action, names in _OPTIONS.items():
         other = [f"--{name}" for name in names if getattr(options, name) is not None]
         if other and action != options.action:
@@ -69,12 +62,7 @@ def _check_files(options: argparse.Namespace) -> int:
     rows = 2000 if options.rows is None else options.rows
     if not options.arguments or rows < 0:
         raise ConfigError(f"data check: expected NAME … and --rows ≥ 0 (0: all), got --rows {rows}.")
-    if options.keys is not None and not 0 < options.keys <= 3600:
-        raise ConfigError(f"data check: expected 0 < --keys ≤ 3600 seconds, got {options.keys:g}.")
-    known = list_choices("data", search_dirs(options.config_dir))
-    unknown = [name for name in options.arguments if name not in known]
-    if unknown:
-        raise ConfigError(f"data check: no data file '{unknown[0]}'.{did_you_mean(unknown[0], known)}")
+    check_names(options.arguments, options.config_dir)
     if not os.isatty(2):
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -82,13 +70,20 @@ def _check_files(options: argparse.Namespace) -> int:
     return max(_check(name, rows, options) for name in options.arguments)
 
 
-def _check(name: str, rows: int, options: argparse.Namespace) -> int:
-    from pipeline.app.data.check import check_entry
+def check_names(names: Sequence[str], config_dirs: Sequence[str]) -> None:
+    """Raises ConfigError for a name that is no file of configs/data."""
+    known = list_choices("data", search_dirs(config_dirs))
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"data: no data file '{name}'.{did_you_mean(name, known)}")
 
+
+def sections(name: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Entry → section of a data file, with --entry, --path and --verifier of the options."""
     entries: dict[str, dict[str, Any]] = compose([f"data={name}"], options.config_dir).get("data") or {}
     if options.entry:
         if options.entry not in entries:
-            raise ConfigError(f"data check {name}: no entry '{options.entry}'.{did_you_mean(options.entry, entries)}")
+            raise ConfigError(f"data {name}: no entry '{options.entry}'.{did_you_mean(options.entry, entries)}")
         entries = {options.entry: entries[options.entry]}
     if options.path:
         if len(entries) > 1:
@@ -98,17 +93,23 @@ def _check(name: str, rows: int, options: argparse.Namespace) -> int:
         entries = {entry: {**settings, "path": options.path} for entry, settings in entries.items()}
     if options.verifier:
         entries = {entry: {**settings, "verifier": options.verifier} for entry, settings in entries.items()}
+    return entries
+
+
+def _check(name: str, rows: int, options: argparse.Namespace) -> int:
+    from creditgraph.pipeline.app.data.check import check_entry
+
     worst = 0
-    for entry, settings in entries.items():
+    for entry, settings in sections(name, options).items():
         print(f"{name}.{entry}")
         try:
-            check = check_entry(settings, f"data.{entry}", options.model, rows, options.keys or 0.0)
+            check = check_entry(settings, f"data.{entry}", options.model, rows)
         except CreditgraphError as error:
             print(f"  FAILED     {visible(error)}")
             worst = 2
             continue
         _print_check(check, entry, rows)
-        worst = max(worst, 1 if check.refused or (check.search and check.search.keys) else 0)
+        worst = max(worst, 1 if check.refused else 0)
     return worst
 
 
@@ -135,8 +136,6 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
     print(f"  verifier   {check.verifier}")
     for row, answer, reason in check.refused[:MAX_REFUSED]:
         print(f"             row {row}: '{visible(answer[:60])}': {visible(reason[:120])}")
-    if check.search:
-        _print_search(check.search)
     print(f"  prompts    {counts.min_tokens:,} to {counts.max_tokens:,} {check.unit}")
     first = loaded.rows[0]
     note = f" (as {check.shown_as} text; --model NAME shows it through its chat template)" if check.shown_as else ""
@@ -146,20 +145,8 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
         print(f"  | {visible(line)}")
 
 
-def _print_search(search: Search) -> None:
-    ended = "" if search.complete else ", ended by the time or the number of keys"
-    found = f"{len(search.keys)} master keys" if search.keys else "no master key"
-    print(
-        f"  search     {found}: {search.answers:,} odd answers, {search.graded:,} verdicts in "
-        f"{search.seconds:.0f} s{ended}"
-    )
-    for key in search.keys:
-        references = ", ".join(f"'{visible(reference[:30])}'" for reference in key.references)
-        print(f"             right for {references}: {visible(key.response[:MAX_KEY]).replace(chr(10), ' ')}")
-
-
 def _preview(options: argparse.Namespace) -> int:
-    from pipeline.app.data.preview import print_preview
+    from creditgraph.pipeline.app.data.preview import print_preview
 
     prompts = 2 if options.prompts is None else options.prompts
     tokens = 400 if options.tokens is None else options.tokens

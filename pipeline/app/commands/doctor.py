@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from pipeline.app.cluster.doctor import examine
+from creditgraph.pipeline.app.cluster.doctor import examine
 
 SUMMARY = "Check an installation, a node or a cluster, and list what to fix."
 

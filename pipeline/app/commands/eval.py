@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pipeline.app.arguments import add_overrides
-from pipeline.core.errors import ConfigError
-from pipeline.run.run_directory import write_json
+from creditgraph.pipeline.app.arguments import add_overrides
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.run_directory import write_json
 
 SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run with the evaluator of its graph."
 
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     """Evaluates on the suite of suite=NAME or, without one, with the evaluators of the run's graph."""
     runs, settings = split_arguments(options.overrides)
     if any(text.startswith("suite=") for text in settings):
-        from pipeline.app.evaluate.command import evaluate_suite
+        from creditgraph.pipeline.app.evaluate.command import evaluate_suite
 
         arguments = [*([f"run={','.join(runs)}"] if runs else []), *settings]
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
     """SIGTERM and SIGUSR1 (a job's time limit, preemption) raise SystemExit, so that the engine is closed first."""
-    from pipeline.run.stops import EXIT_CODES
+    from creditgraph.pipeline.run.stops import EXIT_CODES
 
     def leave(number: int, frame: FrameType | None) -> None:
         print(f"creditgraph eval: {signal.Signals(number).name}; start again to continue.", file=sys.stderr, flush=True)
@@ -86,8 +86,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
     """Runs every evaluator that has a final pass on the newest weights; prints the metrics and writes RUN/eval.json."""
-    from pipeline.run.compose.overrides import parse_settings
-    from pipeline.run.replay import Replay
+    from creditgraph.pipeline.run.compose.overrides import parse_settings
+    from creditgraph.pipeline.run.replay import Replay
 
     replay = Replay(run, parse_settings(overrides))
     try:

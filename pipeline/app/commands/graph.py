@@ -6,10 +6,10 @@ import argparse
 import time
 from pathlib import Path
 
-from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.core.errors import ConfigError
-from pipeline.run.compose.choices import list_choices, search_dirs
-from pipeline.run.compose.experiment import build_experiment, check_shipped, compose
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
+from creditgraph.pipeline.run.compose.experiment import build_experiment, check_shipped, compose
 
 SUMMARY = "Draw a graph, or check every shipped graph and recipe."
 
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     experiment = build_experiment(
         compose(options.overrides, options.config_dir), " ".join(options.overrides) or "graph"
     )
-    from pipeline.app.drawing import draw
+    from creditgraph.pipeline.app.drawing import draw
 
     output = Path(options.output) if options.output else None
     if output is None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import known_components
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import known_components
 
 SUMMARY = "Run one node of a finished run again and show what changed, or one component on Parquet files."
 
@@ -71,9 +71,9 @@ def _is_component(options: argparse.Namespace) -> bool:
 
 
 def _of_run(options: argparse.Namespace) -> int:
-    from pipeline.app.differences import describe_difference
-    from pipeline.run.compose.overrides import parse_settings
-    from pipeline.run.replay import Replay
+    from creditgraph.pipeline.app.differences import describe_difference
+    from creditgraph.pipeline.run.compose.overrides import parse_settings
+    from creditgraph.pipeline.run.replay import Replay
 
     replay = Replay(Path(options.target))
     try:
@@ -95,8 +95,8 @@ def _of_run(options: argparse.Namespace) -> int:
 
 
 def _on_files(options: argparse.Namespace) -> int:
-    from pipeline.app.component_run import ComponentRun
-    from pipeline.run.compose.overrides import parse_settings
+    from creditgraph.pipeline.app.component_run import ComponentRun
+    from creditgraph.pipeline.run.compose.overrides import parse_settings
 
     with ComponentRun(options.seed or 0, options.device or "cpu", options.model or "tiny") as components:
         inputs = components.read_inputs(options.target, options.inputs)
@@ -108,10 +108,10 @@ def _on_files(options: argparse.Namespace) -> int:
 
 def _print(outputs: Mapping[str, Any], metrics: Mapping[str, float], folder: str | None) -> None:
     """Shows a summary of each output and, with a folder, writes batches there as Parquet."""
-    from pipeline.app.component_run import summary
-    from pipeline.core.payloads import Batch
-    from pipeline.run.recording import write_payload
-    from pipeline.run.run_directory import writing
+    from creditgraph.pipeline.app.component_run import summary
+    from creditgraph.pipeline.core.payloads import Batch
+    from creditgraph.pipeline.run.recording import write_payload
+    from creditgraph.pipeline.run.run_directory import writing
 
     for name, value in metrics.items():
         print(f"{name} = {value:.6g}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.app.text import visible
-from pipeline.core.errors import RunError
+from creditgraph.pipeline.app.text import visible
+from creditgraph.pipeline.core.errors import RunError
 
 SUMMARY = "Write one self-contained HTML page of runs: curves, graph, rollouts with their credit, configuration."
 
@@ -26,8 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page; prints its path and what is missing."""
-    from pipeline.app.report.page import write_report
-    from pipeline.app.report.source import read_run
+    from creditgraph.pipeline.app.report.page import write_report
+    from creditgraph.pipeline.app.report.source import read_run
 
     runs = [read_run(Path(path)) for path in options.runs]
     target = Path(options.output) if options.output else runs[0].path / "report.html"
@@ -43,8 +43,8 @@ def main(options: argparse.Namespace) -> int:
 
 def merge(run: Path, target: Path) -> int:
     """Writes one trace of all ranks."""
-    from pipeline.app.report.timelines import merge_traces
-    from pipeline.run.timeline.files import trace_files
+    from creditgraph.pipeline.app.report.timelines import merge_traces
+    from creditgraph.pipeline.run.timeline.files import trace_files
 
     if not trace_files(run):
         raise RunError(f"{run}: no traces/rank-N.json; expected a run that was trained with run.trace.enabled=true.")

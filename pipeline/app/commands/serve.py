@@ -15,12 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.run_directory import writing
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.run_directory import writing
 
 if TYPE_CHECKING:
-    from pipeline.app.cluster.servers import EngineServer
+    from creditgraph.pipeline.app.cluster.servers import EngineServer
 
 SUMMARY = "Run one engine server of a configuration (used by job scripts)."
 GRACE_SECONDS = 25.0  # after TERM, in which the learner may finish an iteration
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, handle)
     log = redirect_output(os.environ.get(LOG, ""))
-    from pipeline.app.cluster.servers import EngineServer
+    from creditgraph.pipeline.app.cluster.servers import EngineServer
 
     experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
     server = EngineServer(experiment, options.index, options.count, log)

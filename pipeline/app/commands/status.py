@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from pipeline.app.cluster.logs import follow, newest_start
-from pipeline.app.cluster.slurm import ENDED, NOTES, Note, State, states
-from pipeline.app.text import visible
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.run.run_directory import lock_holder
-from pipeline.run.timeline.heartbeat import where
+from creditgraph.pipeline.app.cluster.logs import follow, newest_start
+from creditgraph.pipeline.app.cluster.slurm import ENDED, NOTES, Note, State, states
+from creditgraph.pipeline.app.text import visible
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.run.run_directory import lock_holder
+from creditgraph.pipeline.run.timeline.heartbeat import where
 
 SUMMARY = "Show the progress of runs, the state of their SLURM jobs, and their logs."
 _TAIL_BYTES = 65536  # read from the end of a metrics file to get its last line

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from components.models.gpus import DEVICES
-from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.app.cluster.render import Job, creditgraph_command, render_array, render_job
-from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
-from pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_only
-from pipeline.app.sweep import check_distinct, combinations
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.run.compose.choices import list_choices, search_dirs
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.run_directory import check_run, write_aside, writing
+from creditgraph.components.models.gpus import DEVICES
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from creditgraph.pipeline.app.cluster.render import Job, creditgraph_command, render_array, render_job
+from creditgraph.pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
+from creditgraph.pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_only
+from creditgraph.pipeline.app.sweep import check_distinct, combinations
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.run_directory import check_run, write_aside, writing
 
 SUMMARY = "Check a recipe, render its SLURM job and submit it."
 
@@ -99,20 +99,20 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     if cluster.root:
         overrides.append(f"run.root={cluster.root}")
     experiment = build_experiment(compose(overrides, config_dirs), " ".join(overrides))
-    from pipeline.run.distributed.team import DistributedError, Ranks, plan_ranks
+    from creditgraph.pipeline.run.distributed.team import DistributedError, Ranks, plan_ranks
 
     try:
         plan_ranks(experiment.graph, Ranks(world=cluster.ranks))
     except DistributedError as error:
         raise ConfigError(f"{error} In a job, cluster.nodes and cluster.ranks_per_node set their number.") from error
     if cluster.gpu and cluster.gpus_per_node and experiment.run.check_memory:
-        from pipeline.app.cluster.recipe_plan import check_memory
+        from creditgraph.pipeline.app.cluster.recipe_plan import check_memory
 
         size = cluster.gpus_per_server
         check_memory(experiment, DEVICES[cluster.gpu], cluster.ranks, cluster.servers * size, size)
     run = experiment.run_path.resolve()
     if cluster.servers:
-        from pipeline.app.cluster.servers import learner_overrides
+        from creditgraph.pipeline.app.cluster.servers import learner_overrides
 
         overrides += learner_overrides(experiment, cluster, run, overrides)
         # The run is named without these settings, because they determine where it runs, not what it computes.
@@ -126,7 +126,7 @@ def model_folder(path: str) -> tuple[str, Path]:
     """`model.path`, and the folder with its files; ConfigError where they are not on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
-    from components.models.load import resolve_model_path
+    from creditgraph.components.models.load import resolve_model_path
 
     folder = Path(resolve_model_path(path))
     if not folder.is_dir():

@@ -12,18 +12,18 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from components.models.gpus import DEVICES, Device, kind_of
-from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.app.costs import cost_lines
-from pipeline.app.sweep import build_all, check_distinct, combinations
-from pipeline.core.errors import ConfigError
-from pipeline.run.compose.experiment import Experiment
+from creditgraph.components.models.gpus import DEVICES, Device, kind_of
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from creditgraph.pipeline.app.costs import cost_lines
+from creditgraph.pipeline.app.sweep import build_all, check_distinct, combinations
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.compose.experiment import Experiment
 
 if TYPE_CHECKING:
-    from pipeline.app.signal_watch import SignalWatch
-    from pipeline.run.distributed.team import Team
-    from pipeline.run.run_directory import RunDirectory
-    from pipeline.run.stops import Outcome
+    from creditgraph.pipeline.app.signal_watch import SignalWatch
+    from creditgraph.pipeline.run.distributed.team import Team
+    from creditgraph.pipeline.run.run_directory import RunDirectory
+    from creditgraph.pipeline.run.stops import Outcome
 
 SUMMARY = "Train, or continue the run of that name."
 
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
-    from pipeline.run.distributed.team import plan_ranks, rendezvous
+    from creditgraph.pipeline.run.distributed.team import plan_ranks, rendezvous
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
@@ -86,15 +86,15 @@ def main(options: argparse.Namespace) -> int:
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
         return train(experiment)
-    from pipeline.run.distributed.processes import run_together
+    from creditgraph.pipeline.run.distributed.processes import run_together
 
     return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
 
 
 def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) -> str:
     """What the layout plan says of a configuration on GPUs that need not be here; ConfigError if it does not fit."""
-    from pipeline.app.cluster.recipe_plan import check_memory
-    from pipeline.run.distributed.team import Ranks, plan_ranks
+    from creditgraph.pipeline.app.cluster.recipe_plan import check_memory
+    from creditgraph.pipeline.run.distributed.team import Ranks, plan_ranks
 
     if gpus < 1 or engine_gpus < 0:
         raise ConfigError(f"--gpus {gpus} --engine-gpus {engine_gpus}: expected at least 1 and 0.")
@@ -105,13 +105,13 @@ def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) ->
 
 def check_gpu(experiment: Experiment, world: int, local_rank: int | None) -> str:
     """The device of this process; ConfigError, before anything loads, for a GPU that is not there or too small."""
-    from pipeline.run.run_settings import resolve_device
+    from creditgraph.pipeline.run.run_settings import resolve_device
 
     device = resolve_device(experiment.run.device, local_rank)
     if device.startswith("cuda") and experiment.run.check_memory:
         import torch
 
-        from pipeline.app.cluster.recipe_plan import check_memory
+        from creditgraph.pipeline.app.cluster.recipe_plan import check_memory
 
         name = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
@@ -124,7 +124,7 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     chosen = [options.overrides]
     if options.multirun:
         chosen = combinations(options.overrides, options.config_dir)
-    from pipeline.app.trackers import check_sinks
+    from creditgraph.pipeline.app.trackers import check_sinks
 
     experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
@@ -146,10 +146,10 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
     """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
     import torch
 
-    from pipeline.app.drawing import draw
-    from pipeline.app.results import write_results
-    from pipeline.run.distributed.team import Team
-    from pipeline.run.run_directory import RunDirectory, write_aside
+    from creditgraph.pipeline.app.drawing import draw
+    from creditgraph.pipeline.app.results import write_results
+    from creditgraph.pipeline.run.distributed.team import Team
+    from creditgraph.pipeline.run.run_directory import RunDirectory, write_aside
 
     settings = experiment.run
     if settings.threads:
@@ -177,8 +177,8 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
 
 def iterations_of_finished(run: RunDirectory, total: int) -> int:
     """Iterations of a run that has its last checkpoint and its final evaluation; 0 for any other."""
-    from pipeline.run.checkpoint import numbered
-    from pipeline.run.metrics import read_metrics
+    from creditgraph.pipeline.run.checkpoint import numbered
+    from creditgraph.pipeline.run.metrics import read_metrics
 
     logged = [row.get("iteration", 0) for row in read_metrics(run.metrics_path)[-1:]]
     saved = [int(folder.name) + 1 for folder in numbered(run.path / "checkpoints")[-1:]]
@@ -188,7 +188,7 @@ def iterations_of_finished(run: RunDirectory, total: int) -> int:
 
 def _finished(experiment: Experiment, run: RunDirectory, done: int) -> tuple[Outcome, SignalWatch]:
     """Says that there is nothing left to run."""
-    from pipeline.run.stops import Outcome
+    from creditgraph.pipeline.run.stops import Outcome
 
     total = experiment.run.iterations
     print(
@@ -201,9 +201,9 @@ def _finished(experiment: Experiment, run: RunDirectory, done: int) -> tuple[Out
 
 def _run(experiment: Experiment, team: Team, run: RunDirectory) -> tuple[Outcome, SignalWatch]:
     """Runs what is left of a run."""
-    from pipeline.app.progress import Progress
-    from pipeline.app.trackers import make_sinks
-    from pipeline.run.executor import Executor
+    from creditgraph.pipeline.app.progress import Progress
+    from creditgraph.pipeline.app.trackers import make_sinks
+    from creditgraph.pipeline.run.executor import Executor
 
     settings = experiment.run
     sinks = make_sinks(settings, run.path, experiment.resolved, experiment.graph)
@@ -220,8 +220,8 @@ def _run(experiment: Experiment, team: Team, run: RunDirectory) -> tuple[Outcome
 
 
 def _watch(experiment: Experiment, run: RunDirectory) -> SignalWatch:
-    from pipeline.app.signal_watch import SignalWatch
-    from pipeline.run.metrics import read_metrics
+    from creditgraph.pipeline.app.signal_watch import SignalWatch
+    from creditgraph.pipeline.run.metrics import read_metrics
 
     rows = read_metrics(run.metrics_path)
     return SignalWatch(experiment.graph, run.path, experiment.run.record.every, rows)
@@ -239,7 +239,7 @@ def _not_begun(number: int, frame: FrameType | None) -> None:
 
 def follow(experiment: Experiment, team: Team) -> int:
     """Runs the graph on a rank after the first, which leaves files and messages to rank 0."""
-    from pipeline.run.executor import Executor
+    from creditgraph.pipeline.run.executor import Executor
 
     if team.from_first(0):  # the run is finished already
         return 0

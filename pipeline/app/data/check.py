@@ -7,21 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.data.card import LoadedData
-from components.data.loading import load_data
-from components.data.sources import parse_source
-from components.models.load import EMBEDDED
-from components.tasks import TASKS
-from components.text.code_tests import read_tests
-from components.verifier.base import Item, VerifierComponent
-from pipeline.app.data.master_keys import Search, search_master_keys
-from pipeline.core.component import Context, ModelSpec, set_up
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import build_component
+from creditgraph.components.data.card import LoadedData
+from creditgraph.components.data.loading import load_data
+from creditgraph.components.data.sources import parse_source
+from creditgraph.components.models.load import EMBEDDED
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.text.code_tests import read_tests
+from creditgraph.components.verifier.base import Item, VerifierComponent
+from creditgraph.pipeline.core.component import Context, ModelSpec, set_up
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import build_component
 
 _ANY_LENGTH = 1 << 40
 _BATCH = 1000  # rows verified at a time
-_REFERENCES = 300  # of a search for master keys
 
 
 class WordTokenizer:
@@ -40,24 +38,22 @@ class DataCheck:
 
     Attributes:
         loaded: problems, counts, revision.
+        context: of the model whose tokenizer made the prompts.
         verifier: description of its tests, or of how many reference answers the verifier accepts.
         refused: (row, answer, reason) of the reference answers that it does not accept.
-        search: the search for master keys, if one was asked for.
         shown_as: template of the first prompt, where it is not the section's own because no model is named.
         unit: unit of the lengths of prompts, words or tokens.
     """
 
     loaded: LoadedData
+    context: Context
     verifier: str = "none named; a run's own verifier is used"
     refused: list[tuple[int, str, str]] = field(default_factory=list)
-    search: Search | None = None
     shown_as: str = ""
     unit: str = "tokens"
 
 
-def check_entry(
-    entry: dict[str, Any], place: str, model: str | None, max_rows: int, key_seconds: float = 0.0
-) -> DataCheck:
+def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: int) -> DataCheck:
     """Loads a section, and runs its verifier on the reference answers.
 
     Args:
@@ -66,11 +62,10 @@ def check_entry(
         model: folder or hub name whose tokenizer makes the prompts; None counts words and shows chat prompts as plain
             text.
         max_rows: most raw rows to check; 0 checks all.
-        key_seconds: how long to search for answers that the verifier accepts for references of different value.
 
     Raises:
         DataError: it cannot be loaded.
-        ConfigError: a search without a verifier.
+        ConfigError: the section's verifier is none.
     """
     source = parse_source(entry, place)
     if max_rows:
@@ -87,25 +82,17 @@ def check_entry(
         loaded = load_data(
             entry, context, tokenizer, place=place, drop_duplicates=True, max_rows=max_rows, room=_ANY_LENGTH
         )
-        check = DataCheck(loaded=loaded, shown_as=shown_as, unit="words")
+        check = DataCheck(loaded=loaded, context=context, shown_as=shown_as, unit="words")
     else:
-        check = DataCheck(loaded=load_data(entry, context, place=place, drop_duplicates=True, max_rows=max_rows))
+        loaded = load_data(entry, context, place=place, drop_duplicates=True, max_rows=max_rows)
+        check = DataCheck(loaded=loaded, context=context)
     if source.answer_kind == "code":
         check.verifier = _describe_tests(check.loaded)
-    if key_seconds and not source.verifier:
-        raise ConfigError(f"{place}: --keys needs a verifier, and the section names none; add --verifier USE.")
-    if not source.verifier or (source.answer_kind == "code" and not key_seconds):
-        return check
-    with _started(source.verifier, context) as component:
-        if source.answer_kind != "code":
+    if source.verifier and source.answer_kind != "code":
+        with started(source.verifier, context) as component:
             check.refused = _refused(check.loaded, component)
-            count = len(check.loaded.rows)
-            check.verifier = f"{source.verifier} accepts {count - len(check.refused)} of {count} reference answers"
-        if key_seconds:
-            rows = check.loaded.rows
-            chosen = [rows[i] for i in range(0, len(rows), max(1, len(rows) // _REFERENCES))]
-            references = [Item(text="", answer=row.answer, metadata=row.metadata) for row in chosen[:_REFERENCES]]
-            check.search = search_master_keys(component.verdicts, references, key_seconds)
+        count = len(check.loaded.rows)
+        check.verifier = f"{source.verifier} accepts {count - len(check.refused)} of {count} reference answers"
     return check
 
 
@@ -121,7 +108,7 @@ def _describe_tests(loaded: LoadedData) -> str:
 
 
 @contextmanager
-def _started(use: str, context: Context) -> Iterator[VerifierComponent]:
+def started(use: str, context: Context) -> Iterator[VerifierComponent]:
     """The verifier with its default settings, closed afterwards."""
     component = build_component(use, {}, use)
     if not isinstance(component, VerifierComponent):

@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from components.engine.vocabulary import eos_mask, generation_config
-from components.models.load import context_length, load_config, load_tokenizer
-from components.prompts.dataset import DatasetPrompts
-from components.text.templates import special_ids
-from pipeline.app.text import visible
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.payloads import Prompts
-from pipeline.run.compose.experiment import Experiment
+from creditgraph.components.engine.vocabulary import eos_mask, generation_config
+from creditgraph.components.models.load import context_length, load_config, load_tokenizer
+from creditgraph.components.prompts.dataset import DatasetPrompts
+from creditgraph.components.text.templates import special_ids
+from creditgraph.pipeline.app.text import visible
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.run.compose.experiment import Experiment
 
 _SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
 

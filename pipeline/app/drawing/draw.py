@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from pipeline.app.drawing.layout import Place, lay_out
-from pipeline.core.graph import Graph, Node, Wire
+from creditgraph.pipeline.app.drawing.layout import Place, lay_out
+from creditgraph.pipeline.core.graph import Graph, Node, Wire
 
 # Keywords of mermaid's grammar.
 _MERMAID_WORD = re.compile("end|graph|flowchart|subgraph|style|class|classdef|click|default|direction|linkstyle")

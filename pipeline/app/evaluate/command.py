@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.data.loading import load_data
-from components.models.load import load_tokenizer
-from pipeline.app.evaluate.contamination import find_overlaps, report_of
-from pipeline.app.evaluate.items import Chunk, ItemStore
-from pipeline.app.evaluate.measure import Work, measure
-from pipeline.app.evaluate.request import Request, names_in, parse_request
-from pipeline.app.evaluate.results import results_table, write_comparison, write_results
-from pipeline.app.evaluate.scores import TaskScores, read_scores
-from pipeline.app.evaluate.sets import Problems, Verifiers, data_entry, load_problems
-from pipeline.app.evaluate.subject import Engines, Subject, open_model_subject, open_run_subject
-from pipeline.app.evaluate.suite import Suite, load_suite
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, DataError, RunError
-from pipeline.run.compose.choices import search_dirs
-from pipeline.run.run_directory import locked, write_json, writing
+from creditgraph.components.data.loading import load_data
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.pipeline.app.evaluate.contamination import find_overlaps, report_of
+from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore
+from creditgraph.pipeline.app.evaluate.measure import Work, measure
+from creditgraph.pipeline.app.evaluate.request import Request, names_in, parse_request
+from creditgraph.pipeline.app.evaluate.results import results_table, write_comparison, write_results
+from creditgraph.pipeline.app.evaluate.scores import TaskScores, read_scores
+from creditgraph.pipeline.app.evaluate.sets import Problems, Verifiers, data_entry, load_problems
+from creditgraph.pipeline.app.evaluate.subject import Engines, Subject, open_model_subject, open_run_subject
+from creditgraph.pipeline.app.evaluate.suite import Suite, load_suite
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
+from creditgraph.pipeline.run.compose.choices import search_dirs
+from creditgraph.pipeline.run.run_directory import locked, write_json, writing
 
 CONTAMINATION = "_contamination.json"
 

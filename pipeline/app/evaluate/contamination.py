@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.app.evaluate.suite import Contamination
-from pipeline.core.streams import mix64
+from creditgraph.pipeline.app.evaluate.suite import Contamination
+from creditgraph.pipeline.core.streams import mix64
 
 Words = NDArray[np.uint64]
 

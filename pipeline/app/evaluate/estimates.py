@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from components.evaluator.accuracy import pass_at_k
+from creditgraph.components.evaluator.accuracy import pass_at_k
 
 Floats = NDArray[np.float64]
 _BLOCK = 4_000_000  # drawn indices in memory at once

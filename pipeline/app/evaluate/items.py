@@ -18,8 +18,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.core.errors import RunError
-from pipeline.run.run_directory import differences, listed_changes, replacing, sync_directory, write_json, writing
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.run.run_directory import (
+    differences,
+    listed_changes,
+    replacing,
+    sync_directory,
+    write_json,
+    writing,
+)
 
 FORMAT = 1
 KEY = b"creditgraph.eval"

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import keyed_seeds, sample_fresh
-from components.rollouts.rewards import finite_rewards
-from components.text.templates import extract_answer
-from pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
-from pipeline.app.evaluate.sets import Problems
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.payloads import Rewards, Trajectories
-from pipeline.core.streams import Stream
+from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh
+from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.components.text.templates import extract_answer
+from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
+from creditgraph.pipeline.app.evaluate.sets import Problems
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories
+from creditgraph.pipeline.core.streams import Stream
 
 NODE = "evaluation"
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.settings import build_config
-from pipeline.run.compose.overrides import parse_settings
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.run.compose.overrides import parse_settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.evaluate.measure import Work
-from pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order, paired, task_results
-from pipeline.app.evaluate.sets import Problems
-from pipeline.app.evaluate.subject import Subject
-from pipeline.app.evaluate.suite import Suite
-from pipeline.app.text import markdown_table
-from pipeline.run.run_directory import write_aside, write_json
+from creditgraph.pipeline.app.evaluate.measure import Work
+from creditgraph.pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order, paired, task_results
+from creditgraph.pipeline.app.evaluate.sets import Problems
+from creditgraph.pipeline.app.evaluate.subject import Subject
+from creditgraph.pipeline.app.evaluate.suite import Suite
+from creditgraph.pipeline.app.text import markdown_table
+from creditgraph.pipeline.run.run_directory import write_aside, write_json
 
 
 def write_results(

@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.evaluate.estimates import Estimate, Floats, estimate, majority_at, pass_values, resampled_means
-from pipeline.app.evaluate.items import Chunk, ItemStore
-from pipeline.app.evaluate.suite import Suite, Task
-from pipeline.core.streams import Stream
+from creditgraph.pipeline.app.evaluate.estimates import (
+    Estimate,
+    Floats,
+    estimate,
+    majority_at,
+    pass_values,
+    resampled_means,
+)
+from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore
+from creditgraph.pipeline.app.evaluate.suite import Suite, Task
+from creditgraph.pipeline.core.streams import Stream
 
 COLUMNS = ("problem", "problem_id", "answer", "correct", "valid", "reward", "finish_reason", "flagged")
 GREEDY = "greedy pass@1"

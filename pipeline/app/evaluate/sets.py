@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from components.data.fit import mode_misfits
-from components.data.loading import load_data, make_prompts
-from components.data.sources import parse_source
-from components.models.load import context_length
-from components.verifier.base import verifier_of
-from pipeline.app.evaluate.items import short_hash
-from pipeline.app.evaluate.suite import Suite, Task
-from pipeline.core.component import Context, ModelSpec, set_up
-from pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
-from pipeline.core.handles import Verifier
-from pipeline.core.payloads import Prompts
-from pipeline.core.registry import build_component, load_class
-from pipeline.core.sockets import sockets_of
-from pipeline.run.compose.experiment import compose
-from pipeline.run.compose.overrides import deep_merge
+from creditgraph.components.data.fit import mode_misfits
+from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.components.data.sources import parse_source
+from creditgraph.components.models.load import context_length
+from creditgraph.components.verifier.base import verifier_of
+from creditgraph.pipeline.app.evaluate.items import short_hash
+from creditgraph.pipeline.app.evaluate.suite import Suite, Task
+from creditgraph.pipeline.core.component import Context, ModelSpec, set_up
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
+from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.core.registry import build_component, load_class
+from creditgraph.pipeline.core.sockets import sockets_of
+from creditgraph.pipeline.run.compose.experiment import compose
+from creditgraph.pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from components.models.load import resolve_model_path
-from pipeline.app.evaluate.request import Request
-from pipeline.app.evaluate.sets import output_of
-from pipeline.core.component import Context, ModelSpec, set_up
-from pipeline.core.errors import ConfigError, RunError, did_you_mean
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Weights
-from pipeline.core.registry import build_component, load_class
-from pipeline.core.settings import build_config
-from pipeline.core.sockets import sockets_of
-from pipeline.run.checkpoint import numbered, read_manifest
-from pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
-from pipeline.run.compose.experiment import graph_dict
-from pipeline.run.compose.overrides import deep_merge
-from pipeline.run.replay import published
-from pipeline.run.run_directory import check_run, lock_holder
-from pipeline.run.run_settings import resolve_device
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.pipeline.app.evaluate.request import Request
+from creditgraph.pipeline.app.evaluate.sets import output_of
+from creditgraph.pipeline.core.component import Context, ModelSpec, set_up
+from creditgraph.pipeline.core.errors import ConfigError, RunError, did_you_mean
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.registry import build_component, load_class
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.core.sockets import sockets_of
+from creditgraph.pipeline.run.checkpoint import numbered, read_manifest
+from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
+from creditgraph.pipeline.run.compose.experiment import graph_dict
+from creditgraph.pipeline.run.compose.overrides import deep_merge
+from creditgraph.pipeline.run.replay import published
+from creditgraph.pipeline.run.run_directory import check_run, lock_holder
+from creditgraph.pipeline.run.run_settings import resolve_device
 
 _EDGE = 1 << 20  # bytes at each end of a weight file that its fingerprint reads
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.rollouts.requests import SamplingSettings
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.settings import build_config
-from pipeline.run.compose.choices import list_choices, read_yaml
-from pipeline.run.compose.overrides import deep_merge
+from creditgraph.components.rollouts.requests import SamplingSettings
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml
+from creditgraph.pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from pipeline.app.drawing.draw import settings_of, summary_of, svg
-from pipeline.app.report.source import RunSource, spread
-from pipeline.app.results import as_table, summarise
-from pipeline.app.text import cut
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Prompts
-from pipeline.run.recording import dtype_name
-from pipeline.run.run_directory import differences
+from creditgraph.pipeline.app.drawing.draw import settings_of, summary_of, svg
+from creditgraph.pipeline.app.report.source import RunSource, spread
+from creditgraph.pipeline.app.results import as_table, summarise
+from creditgraph.pipeline.app.text import cut
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Batch, Prompts
+from creditgraph.pipeline.run.recording import dtype_name
+from creditgraph.pipeline.run.run_directory import differences
 
 SNAPSHOTS = 8  # recorded iterations whose payloads are summarised
 EXAMPLES = 3  # rows of each

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.bench.side_by_side import Comparison
-from pipeline.app.report.pack import pack
-from pipeline.app.report.page import render
-from pipeline.run.metrics import plain
-from pipeline.run.run_directory import write_aside
+from creditgraph.pipeline.app.credit.side_by_side import Comparison
+from creditgraph.pipeline.app.report.pack import pack
+from creditgraph.pipeline.app.report.page import render
+from creditgraph.pipeline.run.metrics import plain
+from creditgraph.pipeline.run.run_directory import write_aside
 
 
 def cards(comparison: Comparison) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS
-from pipeline.app.report.source import RunSource
-from pipeline.app.results import is_number, phase_seconds
+from creditgraph.pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS
+from creditgraph.pipeline.app.report.source import RunSource
+from creditgraph.pipeline.app.results import is_number, phase_seconds
 
 POINTS = 200  # of one line
 AXES = {"iteration": "iteration", "tokens": "sampled tokens", "time": "seconds"}

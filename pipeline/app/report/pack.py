@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.app.report.rollouts import Rollouts
-from pipeline.run.metrics import plain
+from creditgraph.pipeline.app.report.rollouts import Rollouts
+from creditgraph.pipeline.run.metrics import plain
 
 
 def pack(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> str:

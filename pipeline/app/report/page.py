@@ -12,16 +12,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.app.progress import duration
-from pipeline.app.report.cards import config_differences, graph_card, overview
-from pipeline.app.report.curves import AXES, all_lines, phases
-from pipeline.app.report.pack import pack, pack_rollouts
-from pipeline.app.report.rollouts import collect
-from pipeline.app.report.source import RunSource
-from pipeline.app.report.timelines import timeline
-from pipeline.app.text import visible
-from pipeline.core.errors import extra
-from pipeline.run.run_directory import write_aside
+from creditgraph.pipeline.app.progress import duration
+from creditgraph.pipeline.app.report.cards import config_differences, graph_card, overview
+from creditgraph.pipeline.app.report.curves import AXES, all_lines, phases
+from creditgraph.pipeline.app.report.pack import pack, pack_rollouts
+from creditgraph.pipeline.app.report.rollouts import collect
+from creditgraph.pipeline.app.report.source import RunSource
+from creditgraph.pipeline.app.report.timelines import timeline
+from creditgraph.pipeline.app.text import visible
+from creditgraph.pipeline.core.errors import extra
+from creditgraph.pipeline.run.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
 RECORDED_BYTES = 24e6  # of Parquet whose rollouts fit a file of 20 MB

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.app.report.source import RunSource
-from pipeline.core.component import Component
-from pipeline.core.payloads import Credit
-from pipeline.core.sockets import Node
-from pipeline.run.values import as_inputs
+from creditgraph.pipeline.app.report.source import RunSource
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.payloads import Credit
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.run.values import as_inputs
 
 
 def reasons(run: RunSource, iteration: int) -> dict[int, str]:

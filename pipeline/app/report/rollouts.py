@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from components.models.load import resolve_model_path
-from pipeline.app.report.reasons import reasons
-from pipeline.app.report.source import RunSource, spread
-from pipeline.app.report.turns import add_turn
-from pipeline.app.text import cut
-from pipeline.core.errors import CreditgraphError, DataError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import (
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.pipeline.app.report.reasons import reasons
+from creditgraph.pipeline.app.report.source import RunSource, spread
+from creditgraph.pipeline.app.report.turns import add_turn
+from creditgraph.pipeline.app.text import cut
+from creditgraph.pipeline.core.errors import CreditgraphError, DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import (
     Batch,
     Credit,
     Prompts,
@@ -34,7 +34,7 @@ from pipeline.core.payloads import (
     Trajectories,
     Turns,
 )
-from pipeline.run.recording import read_table
+from creditgraph.pipeline.run.recording import read_table
 
 TRAINED = 1
 THOUGHT_END = 2

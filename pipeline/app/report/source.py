@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from pipeline.core.errors import CreditgraphError, RunError, did_you_mean, ranges
-from pipeline.core.graph import Graph
-from pipeline.run.metrics import read_lines, read_metrics, unreadable_lines
-from pipeline.run.recording import KEY, from_arrow, read_table, recorded_sums
-from pipeline.run.run_directory import lock_holder
-from pipeline.run.timeline.files import trace_files
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError, did_you_mean, ranges
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.run.metrics import read_lines, read_metrics, unreadable_lines
+from creditgraph.pipeline.run.recording import KEY, from_arrow, read_table, recorded_sums
+from creditgraph.pipeline.run.run_directory import lock_holder
+from creditgraph.pipeline.run.timeline.files import trace_files
 
 Key = tuple[str, int]  # ("node.output", iteration)
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class RunSource:
         """The run's graph; None when its configuration no longer builds (a note says why)."""
         if not self.config:
             return None
-        from pipeline.run.compose.experiment import build_experiment
+        from creditgraph.pipeline.run.compose.experiment import build_experiment
 
         try:
             return build_experiment(self.config, str(self.path / "config.yaml")).graph

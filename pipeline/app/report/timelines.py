@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.app.report.source import RunSource, spread
-from pipeline.run.run_directory import writing
-from pipeline.run.timeline.files import read_trace, trace_files
+from creditgraph.pipeline.app.report.source import RunSource, spread
+from creditgraph.pipeline.run.run_directory import writing
+from creditgraph.pipeline.run.timeline.files import read_trace, trace_files
 
 MOST_SPANS = 12_000  # of a page
 MOST_RANKS = 16  # that are read

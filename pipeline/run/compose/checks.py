@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.registry import load_class
-from pipeline.core.settings import settings_named
-from pipeline.run.compose.overrides import Override
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.registry import load_class
+from creditgraph.pipeline.core.settings import settings_named
+from creditgraph.pipeline.run.compose.overrides import Override
 
 MAX_VALUES = 100_000  # values of a YAML file after its aliases are followed
 _ALIAS = re.compile(rb"[\s\[{,:-]\*\w")

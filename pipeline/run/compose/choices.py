@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline import ROOT
-from pipeline.core.errors import ConfigError
+from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     pass

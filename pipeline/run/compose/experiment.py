@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
-from pipeline.core.registry import build_component
-from pipeline.core.settings import place_settings
-from pipeline.run.compose.checks import (
+from creditgraph.pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
+from creditgraph.pipeline.core.registry import build_component
+from creditgraph.pipeline.core.settings import place_settings
+from creditgraph.pipeline.run.compose.checks import (
     check_aliases,
     check_last_word,
     chooses_component,
@@ -33,13 +33,13 @@ from pipeline.run.compose.checks import (
     joined,
     section_hint,
 )
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
-from pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
+from creditgraph.pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
 
 if TYPE_CHECKING:
-    from pipeline.core.component import ModelSpec
-    from pipeline.core.graph import Graph
-    from pipeline.run.run_settings import RunSettings
+    from creditgraph.pipeline.core.component import ModelSpec
+    from creditgraph.pipeline.core.graph import Graph
+    from creditgraph.pipeline.run.run_settings import RunSettings
 
 logger = logging.getLogger("creditgraph")
 RESERVED = ("run", "model", "data", "nodes", "recipe")
@@ -190,12 +190,12 @@ def _is_unused(section: str, settings: Any) -> bool:
 
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:
     """Checks every section and the graph; all problems in one GraphError."""
-    from pipeline.core.component import ModelSpec
-    from pipeline.core.graph import build_graph
-    from pipeline.core.settings import build_config
-    from pipeline.run.compose.row_length import longest_row
-    from pipeline.run.recorder import chosen_outputs
-    from pipeline.run.run_settings import RunSettings
+    from creditgraph.pipeline.core.component import ModelSpec
+    from creditgraph.pipeline.core.graph import build_graph
+    from creditgraph.pipeline.core.settings import build_config
+    from creditgraph.pipeline.run.compose.row_length import longest_row
+    from creditgraph.pipeline.run.recorder import chosen_outputs
+    from creditgraph.pipeline.run.run_settings import RunSettings
 
     spec, problems = graph_dict(values)
     built: dict[str, Any] = {}
@@ -238,7 +238,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
 
 def check_shipped(dirs: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Checks every graph and recipe in `dirs`; yields (name, problems)."""
-    from pipeline.core.graph import build_graph
+    from creditgraph.pipeline.core.graph import build_graph
 
     extra = [d for d in dirs if d != CONFIG_DIR]
     for name, file in list_choices("graph", dirs).items():

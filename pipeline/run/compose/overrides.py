@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices, list_groups
+from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, list_groups
 
 if TYPE_CHECKING:
     pass

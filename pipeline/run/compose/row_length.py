@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.core.graph import Graph
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Prompts
-from pipeline.core.sockets import Node
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.core.sockets import Node
 
 # Around responses that a row shows: instructions, a chat template, an exit text with an answer.
 TEMPLATE_TOKENS = 1024
@@ -19,7 +19,7 @@ def longest_row(graph: Graph) -> int:
     as the longest that any node samples. Text that is encoded a second time may have a few tokens more; a row without
     room is counted by the engine (`rows_without_room`), or refused when it is scored.
 
-    >>> from pipeline.core.graph import build_graph
+    >>> from creditgraph.pipeline.core.graph import build_graph
     >>> nodes = {"prompts": {"use": "prompts.dataset", "config": {"max_tokens": 300}}}
     >>> longest_row(build_graph({"nodes": nodes}))
     300

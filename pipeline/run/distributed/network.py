@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from pipeline.core.ranks import Ranks
-from pipeline.run.distributed.team import DistributedError
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.distributed.team import DistributedError
 
 _SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 CONNECT_TIMEOUT = 180.0  # seconds in which ranks that have met must have connected

@@ -16,13 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.ranks import Ranks, use_device
-from pipeline.run.distributed.network import CONNECT_TIMEOUT, choose_interface, connect_gpus, not_connected, within
-from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
-from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
-from pipeline.run.distributed.wire_format import pack, pieces, unpack
-from pipeline.run.timeline.heartbeat import where
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.ranks import Ranks, use_device
+from creditgraph.pipeline.run.distributed.network import (
+    CONNECT_TIMEOUT,
+    choose_interface,
+    connect_gpus,
+    not_connected,
+    within,
+)
+from creditgraph.pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
+from creditgraph.pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
+from creditgraph.pipeline.run.distributed.wire_format import pack, pieces, unpack
+from creditgraph.pipeline.run.timeline.heartbeat import where
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 

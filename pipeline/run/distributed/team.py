@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.core.component import MAX_REPLICAS
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.graph import Graph
-from pipeline.core.ranks import Ranks
+from creditgraph.pipeline.core.component import MAX_REPLICAS
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.ranks import Ranks
 
 __all__ = ["Collectives", "DistributedError", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
 

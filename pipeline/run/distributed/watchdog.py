@@ -14,8 +14,8 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from pipeline.core.ranks import Ranks
-from pipeline.run.distributed.team import DistributedError
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.distributed.team import DistributedError
 
 PULSE = 1.0  # seconds between signs of life
 SILENCE = 4 * PULSE  # a rank without a sign of life for this long is dead

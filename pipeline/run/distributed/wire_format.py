@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.encoding import Encoded, decode, encode
-from pipeline.core.payloads import Batch
+from creditgraph.pipeline.core.encoding import Encoded, decode, encode
+from creditgraph.pipeline.core.payloads import Batch
 
 
 def pack(value: Any) -> Tensor:
-    """A value (see `pipeline.core.encoding`) as uint8 [bytes]: its `pieces`, one after the other.
+    """A value (see `creditgraph.pipeline.core.encoding`) as uint8 [bytes]: its `pieces`, one after the other.
 
     The length of the header in 8 bytes, the header, then the tensors; every part begins at a multiple of 8.
 

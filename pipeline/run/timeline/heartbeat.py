@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.core.errors import ranges
+from creditgraph.pipeline.core.errors import ranges
 
 WRITES = 16.0  # heartbeats a second that all ranks together write: a large run shares one file system
 _ENDED = 1 << 30  # sorts after every iteration

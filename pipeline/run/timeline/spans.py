@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.payloads import (
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.payloads import (
     Credit,
     Prompts,
     Rewards,
@@ -27,11 +27,11 @@ from pipeline.core.payloads import (
     TrainReport,
     Trajectories,
 )
-from pipeline.core.sockets import Node
-from pipeline.core.trace import Trace
-from pipeline.run.timeline.clocks import Agreement, Clock, clock_offset
-from pipeline.run.timeline.files import TraceFile
-from pipeline.run.timeline.heartbeat import heartbeat_name, heartbeat_pause, read_heartbeat
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.core.trace import Trace
+from creditgraph.pipeline.run.timeline.clocks import Agreement, Clock, clock_offset
+from creditgraph.pipeline.run.timeline.files import TraceFile
+from creditgraph.pipeline.run.timeline.heartbeat import heartbeat_name, heartbeat_pause, read_heartbeat
 
 logger = logging.getLogger("creditgraph")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, SegmentValues
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments, SegmentValues
 
 
 def random_values(seed=0, rows=40):

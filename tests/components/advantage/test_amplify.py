@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.advantage.amplify import Amplify, amplified, most_uncertain
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit
+from creditgraph.components.advantage.amplify import Amplify, amplified, most_uncertain
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit
 
 
 def _credit(trajectories, advantage, mask=None):

@@ -10,11 +10,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.advantage.counterfactual import Counterfactual, repair_share, shaping_statistics
-from components.advantage.edits import edited_tokens
-from components.advantage.group import GroupAdvantage
-from pipeline.core.errors import AlignmentError, GraphError
-from pipeline.core.graph import build_graph
+from creditgraph.components.advantage.counterfactual import Counterfactual, repair_share, shaping_statistics
+from creditgraph.components.advantage.edits import edited_tokens
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.pipeline.core.errors import AlignmentError, GraphError
+from creditgraph.pipeline.core.graph import build_graph
 
 GROUP = [7, 7, 7, 7]
 # The reading without the corrected trajectory: shaped, masked failures alone.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from components.advantage.critique import CritiqueAdvantage
-from components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.critique import CritiqueAdvantage
+from creditgraph.components.advantage.group import GroupAdvantage
 
 
 def _run(toolbox, values, parent, texts=("ab", "c", "de"), valid=None, **config):

@@ -5,20 +5,20 @@ import re
 import pytest
 import torch
 
-from components.advantage.additive import AdditiveAdvantage
-from components.advantage.counterfactual import Counterfactual
-from components.advantage.critique import CritiqueAdvantage
-from components.advantage.explanations import INVALID, decimal
-from components.advantage.gae import GAE
-from components.advantage.group import GroupAdvantage
-from components.advantage.redistribute import Redistribute
-from components.advantage.retry import RetryAdvantage
-from components.advantage.trees.paths import TreePaths
-from components.advantage.trees.siblings import TreeSiblings
-from pipeline.core.component import Component
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, SegmentValues
-from pipeline.core.registry import BUILTIN, load_class
+from creditgraph.components.advantage.additive import AdditiveAdvantage
+from creditgraph.components.advantage.counterfactual import Counterfactual
+from creditgraph.components.advantage.critique import CritiqueAdvantage
+from creditgraph.components.advantage.explanations import INVALID, decimal
+from creditgraph.components.advantage.gae import GAE
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.redistribute import Redistribute
+from creditgraph.components.advantage.retry import RetryAdvantage
+from creditgraph.components.advantage.trees.paths import TreePaths
+from creditgraph.components.advantage.trees.siblings import TreeSiblings
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments, SegmentValues
+from creditgraph.pipeline.core.registry import BUILTIN, load_class
 
 
 def explained(component, outputs, **inputs):

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage, group_advantage, training_mask, zero_groups
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.advantage.group import GroupAdvantage, group_advantage, training_mask, zero_groups
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
 
 ALL = torch.ones(4, dtype=torch.bool)
 ONE_GROUP = torch.zeros(4, dtype=torch.int64)

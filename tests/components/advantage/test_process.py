@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from components.advantage.gae import GAE
-from components.advantage.group import GroupAdvantage
-from components.advantage.process import ProcessAdvantage, step_rewards, sum_of_later
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, SegmentValues
+from creditgraph.components.advantage.gae import GAE
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.process import ProcessAdvantage, step_rewards, sum_of_later
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments, SegmentValues
 
 SCORES = [[0.9, 0.2, 0.6], [0.5], [], [0.3, 0.3]]
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from components.advantage.redistribute import Redistribute, Shares, redistributed_rewards, segment_shares
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, SegmentValues
+from creditgraph.components.advantage.redistribute import Redistribute, Shares, redistributed_rewards, segment_shares
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments, SegmentValues
 
 HEADS = ("clip_floor", "softmax", "signed")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.advantage.retry import RetryAdvantage, first_of, improvement_reward
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.retry import RetryAdvantage, first_of, improvement_reward
 
 # Two pairs of prompt 100: rows 0, 1 first attempts, 2, 3 their second ones, given in another order.
 PARENT = torch.tensor([-1, -1, 1001, 1000])

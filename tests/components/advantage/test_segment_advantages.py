@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from components.advantage.additive import AdditiveAdvantage
-from components.advantage.gae import GAE, adaptive_lambda, whitened
-from components.advantage.redistribute import Redistribute
-from components.rollouts.segments import generalised_advantage
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, SegmentValues
+from creditgraph.components.advantage.additive import AdditiveAdvantage
+from creditgraph.components.advantage.gae import GAE, adaptive_lambda, whitened
+from creditgraph.components.advantage.redistribute import Redistribute
+from creditgraph.components.rollouts.segments import generalised_advantage
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments, SegmentValues
 
 
 def test_td_by_hand(toolbox):

@@ -6,15 +6,15 @@ import pytest
 import torch
 import turn_problem as problem
 
-from components.advantage.group import GroupAdvantage
-from components.advantage.trees.siblings import TreeSiblings
-from components.advantage.turns.gigpo import GiGPO
-from components.advantage.turns.information_gain import InformationGain
-from components.advantage.turns.turn_gae import TurnGAE
-from components.advantage.turns.turn_group import TurnGroup
-from components.value.state_mean import StateMean
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import SegmentValues
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.trees.siblings import TreeSiblings
+from creditgraph.components.advantage.turns.gigpo import GiGPO
+from creditgraph.components.advantage.turns.information_gain import InformationGain
+from creditgraph.components.advantage.turns.turn_gae import TurnGAE
+from creditgraph.components.advantage.turns.turn_group import TurnGroup
+from creditgraph.components.value.state_mean import StateMean
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import SegmentValues
 
 SIZE = 3
 

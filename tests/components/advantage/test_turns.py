@@ -5,17 +5,17 @@ import statistics
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.advantage.trees.siblings import TreeSiblings
-from components.advantage.turns.gigpo import GiGPO
-from components.advantage.turns.information_gain import InformationGain
-from components.advantage.turns.turn_gae import TurnGAE, turn_gae
-from components.advantage.turns.turn_group import TurnGroup
-from components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
-from components.value.state_mean import StateMean
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import SegmentValues, Turns
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.trees.siblings import TreeSiblings
+from creditgraph.components.advantage.turns.gigpo import GiGPO
+from creditgraph.components.advantage.turns.information_gain import InformationGain
+from creditgraph.components.advantage.turns.turn_gae import TurnGAE, turn_gae
+from creditgraph.components.advantage.turns.turn_group import TurnGroup
+from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
+from creditgraph.components.value.state_mean import StateMean
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import SegmentValues, Turns
 
 
 def turns_of(trajectories, episodes, reward, state):

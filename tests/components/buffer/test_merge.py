@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.buffer.merge import Merge
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.buffer.merge import Merge
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def test_rows_keep_the_order_of_the_wires_and_empty_parts_add_nothing(toolbox):

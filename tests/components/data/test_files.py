@@ -7,10 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.data.files import bounds, open_path
-from components.data.loading import load_data
-from pipeline.core.component import Context
-from pipeline.core.errors import DataError
+from creditgraph.components.data.files import bounds, open_path
+from creditgraph.components.data.loading import load_data
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import DataError
 
 ROWS = [{"question": f"q {i}", "answer": str(i)} for i in range(2500)]
 

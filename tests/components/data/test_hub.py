@@ -7,9 +7,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.data.loading import load_data
-from pipeline.core.component import Context
-from pipeline.core.errors import DataError
+from creditgraph.components.data.loading import load_data
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import DataError
 
 ROWS = [{"question": f"q {i}", "answer": str(i), "trace": "x"} for i in range(20)]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from components.data import livecodebench
-from components.data.livecodebench import livecodebench_tests, plain_unpickle, unpack_tests
+from creditgraph.components.data import livecodebench
+from creditgraph.components.data.livecodebench import livecodebench_tests, plain_unpickle, unpack_tests
 
 TESTS = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from components.data.card import MAX_REJECTED
-from components.data.loading import load_data
-from components.data.store import IN_MEMORY, Row, RowStore
-from components.prompts.dataset import DatasetPrompts
-from pipeline.core.component import Context
-from pipeline.core.errors import RunError
-from pipeline.core.ranks import Ranks
+from creditgraph.components.data.card import MAX_REJECTED
+from creditgraph.components.data.loading import load_data
+from creditgraph.components.data.store import IN_MEMORY, Row, RowStore
+from creditgraph.components.prompts.dataset import DatasetPrompts
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,8 +109,8 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
 
 
 def test_the_card_of_a_hub_dataset_names_its_revision(tmp_path, monkeypatch):
-    from components.data import loading
-    from components.data.files import RawDataset
+    from creditgraph.components.data import loading
+    from creditgraph.components.data.files import RawDataset
 
     monkeypatch.setattr(loading, "open_hub", lambda *_a, **_k: RawDataset(rows=iter(PROBLEMS), revision="c" * 40))
     context = Context(run_dir=tmp_path)

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from components.data.loading import load_data, make_prompts
-from pipeline.core.component import Context
-from pipeline.core.errors import DataError
-from pipeline.run.recording import read_payload, write_payload
+from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.run.recording import read_payload, write_payload
 
 
 def load(tmp_path, toolbox, rows, **entry):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from components.engine.local.engine import LocalEngine
-from components.models.experts import unstack
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.handles import Requests
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.models.experts import unstack
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.handles import Requests
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 WORDS = [*SPECIAL, "</thought>", "\\boxed{", "}", *map(str, range(10)), *"+-*=abcdefghijklmnop"]
@@ -161,7 +161,7 @@ def prompts():
 @pytest.fixture(scope="session")
 def ask():
     """ask(policy, rows, seeds, **sampling) → completions."""
-    from pipeline.core.handles import Sampling
+    from creditgraph.pipeline.core.handles import Sampling
 
     def run(policy, rows, seeds=None, max_tokens_each=None, max_thoughts_each=None, **sampling):
         return policy.generate(

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.folders import remove_abandoned
-from components.engine.weight_files import buckets, checksum_of, wait_for
-from components.models.weights import read_file
-from pipeline.core.errors import CreditgraphError, RunError
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.channel import ChannelSettings, FileChannel
+from creditgraph.components.engine.folders import remove_abandoned
+from creditgraph.components.engine.weight_files import buckets, checksum_of, wait_for
+from creditgraph.components.models.weights import read_file
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError
+from creditgraph.pipeline.core.payloads import Weights
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_waiting_for_a_file_ends_when_it_does_not_come(channel, monkeypatch):
     def full(file, tensors):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("components.engine.channel.write_file", full)
+    monkeypatch.setattr("creditgraph.components.engine.channel.write_file", full)
     update = files.publish(weights(2, a=torch.zeros(1 << 20)))
     with pytest.raises(
         RunError, match=r"version 2: expected room .* of 4\.2 MB.*set engine\.channel\.path to a folder"

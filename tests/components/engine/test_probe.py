@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from components.engine.messages import ScoreRequest
-from components.engine.probe import ProbeError, compare_logprobs, probe_request, reference_logprobs, skeleton
-from components.engine.weights import WeightNames
-from components.models.load import load_causal_lm, load_config
-from pipeline.core.component import ModelSpec
+from creditgraph.components.engine.messages import ScoreRequest
+from creditgraph.components.engine.probe import (
+    ProbeError,
+    compare_logprobs,
+    probe_request,
+    reference_logprobs,
+    skeleton,
+)
+from creditgraph.components.engine.weights import WeightNames
+from creditgraph.components.models.load import load_causal_lm, load_config
+from creditgraph.pipeline.core.component import ModelSpec
 
 NAN, INF = math.nan, math.inf
 

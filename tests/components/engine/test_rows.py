@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from components.engine.messages import BadResponse, RowResponse, group_of
-from components.engine.rows import Rows
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import counter_seed
+from creditgraph.components.engine.messages import BadResponse, RowResponse, group_of
+from creditgraph.components.engine.rows import Rows
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import counter_seed
 
 
 class Replay:

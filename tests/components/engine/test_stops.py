@@ -7,8 +7,15 @@ import pytest
 import torch
 from slow_generation import slow_generation
 
-from components.text.stops import DecodeMatcher, TableMatcher, TokenText, byte_automaton, decode_rows, token_table
-from pipeline.core.handles import Sampling
+from creditgraph.components.text.stops import (
+    DecodeMatcher,
+    TableMatcher,
+    TokenText,
+    byte_automaton,
+    decode_rows,
+    token_table,
+)
+from creditgraph.pipeline.core.handles import Sampling
 
 
 def follow(delta, text):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from components.engine.local.engine import LocalEngine
-from components.models.experts import unstack
-from pipeline.core.errors import DataError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.models.experts import unstack
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 
 @pytest.fixture(params=["lean", "transformers"])

@@ -6,15 +6,15 @@ import json
 import pytest
 from http_server import serving
 
-from components.environment.calculator import Calculator, calculate
-from components.environment.code import CodeFeedback
-from components.environment.custom import Custom
-from components.environment.http import Remote
-from components.environment.stop import Stop, stop_values
-from components.environment.thoughts import ThoughtTurns
-from components.tasks import TASKS
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
+from creditgraph.components.environment.calculator import Calculator, calculate
+from creditgraph.components.environment.code import CodeFeedback
+from creditgraph.components.environment.custom import Custom
+from creditgraph.components.environment.http import Remote
+from creditgraph.components.environment.stop import Stop, stop_values
+from creditgraph.components.environment.thoughts import ThoughtTurns
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
 
 
 def made(kind, **settings):
@@ -130,7 +130,7 @@ def test_a_thought_that_is_not_closed_ends_the_episode(text):
 
 
 def made_step(done, reward=0.0, observation=""):
-    from pipeline.core.handles import Step
+    from creditgraph.pipeline.core.handles import Step
 
     return Step(observation=observation, reward=reward, done=done)
 

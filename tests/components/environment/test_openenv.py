@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from components.environment.openenv import OpenEnv
-from components.rollouts.episodes import read_step
-from components.rollouts.timed_calls import Fault, TimedCalls
-from pipeline.core.component import Context
-from pipeline.core.handles import Step
+from creditgraph.components.environment.openenv import OpenEnv
+from creditgraph.components.rollouts.episodes import read_step
+from creditgraph.components.rollouts.timed_calls import Fault, TimedCalls
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.handles import Step
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = ROOT / ".venv-openenv/bin/python"

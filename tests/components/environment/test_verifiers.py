@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from components.environment.verifiers import Verifiers
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
+from creditgraph.components.environment.verifiers import Verifiers
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
 
 HERE = importlib.util.find_spec("verifiers") is not None
 ROOT = Path(__file__).resolve().parents[3]

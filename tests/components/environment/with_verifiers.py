@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from components.environment.verifiers import Verifiers
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
-from pipeline.core.handles import Step
+from creditgraph.components.environment.verifiers import Verifiers
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Step
 
 # One response per episode: two rewards of different weights, the second of which fails for the answer "crash".
 SUMS = """

@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 
-from components.evaluator.accuracy import Accuracy, pass_at_k, sample_metrics
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
-from pipeline.core.ranks import Ranks
+from creditgraph.components.evaluator.accuracy import Accuracy, pass_at_k, sample_metrics
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.ranks import Ranks
 
 DATA = {
     "eval": {

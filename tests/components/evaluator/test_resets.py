@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from components.evaluator.resets import Resets, reset_metrics
-from components.tasks import TASKS
-from pipeline.core.errors import AlignmentError
-from pipeline.core.payloads import StepErrors, Trajectories
+from creditgraph.components.evaluator.resets import Resets, reset_metrics
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.payloads import StepErrors, Trajectories
 
 CHAINS = TASKS["chains"]
 

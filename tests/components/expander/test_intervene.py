@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.expander.intervene import Intervene
-from pipeline.core.handles import Scores, ThoughtLimits
-from pipeline.core.payloads import StepErrors
+from creditgraph.components.expander.intervene import Intervene
+from creditgraph.pipeline.core.handles import Scores, ThoughtLimits
+from creditgraph.pipeline.core.payloads import StepErrors
 
 BAD = "a</thought>b</thought>\\boxed{2}</thought>"
 LIMITS = {"thoughts": ThoughtLimits(max_thoughts=5), "max_tokens": 100}

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from components.expander.reset import Reset, reset_length
-from pipeline.core.errors import AlignmentError
-from pipeline.core.handles import ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import StepErrors
+from creditgraph.components.expander.reset import Reset, reset_length
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.handles import ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import StepErrors
 
 THREE = "a</thought>b</thought>c</thought>"
 

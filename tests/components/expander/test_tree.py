@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.advantage.trees.paths import TreePaths
-from components.advantage.trees.siblings import TreeSiblings
-from components.advantage.trees.tree import tree_of
-from components.expander.tree import Tree
-from components.expander.tree_growth import SegmentRule, UncertainRule, most_uncertain, uncertainty
-from components.expander.tree_thoughts import closed_thoughts, with_whole_thoughts
-from components.rewards.outcome import Outcome
-from components.verifier.exact import Exact
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.trees.paths import TreePaths
+from creditgraph.components.advantage.trees.siblings import TreeSiblings
+from creditgraph.components.advantage.trees.tree import tree_of
+from creditgraph.components.expander.tree import Tree
+from creditgraph.components.expander.tree_growth import SegmentRule, UncertainRule, most_uncertain, uncertainty
+from creditgraph.components.expander.tree_thoughts import closed_thoughts, with_whole_thoughts
+from creditgraph.components.rewards.outcome import Outcome
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def _grow(toolbox, script, prompts=("Q",), **settings):
@@ -269,7 +269,7 @@ def test_thoughts_are_those_of_one_go(toolbox, most, tail):
 
 
 def _request(toolbox, sampling):
-    from pipeline.core.handles import Requests
+    from creditgraph.pipeline.core.handles import Requests
 
     return Requests(tokens=Jagged.from_rows([[ord("Q")]], torch.int32), seed=torch.tensor([1]), sampling=sampling)
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from components.buffer.failed_episodes import FailedEpisodes
-from components.buffer.merge_turns import MergeTurns
-from components.expander.turn_reset import TurnReset
-from components.localizer.uniform import UniformLocalizer
-from components.rewards.episode import EpisodeRewards
-from components.sampler.environment import EnvironmentSampler
-from pipeline.core.errors import AlignmentError
-from pipeline.core.handles import Environments
-from pipeline.core.payloads import StepErrors
+from creditgraph.components.buffer.failed_episodes import FailedEpisodes
+from creditgraph.components.buffer.merge_turns import MergeTurns
+from creditgraph.components.expander.turn_reset import TurnReset
+from creditgraph.components.localizer.uniform import UniformLocalizer
+from creditgraph.components.rewards.episode import EpisodeRewards
+from creditgraph.components.sampler.environment import EnvironmentSampler
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.handles import Environments
+from creditgraph.pipeline.core.payloads import StepErrors
 
 MADE = []
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.learner.hf.learner import HFLearner
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Trajectories
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Trajectories
 
 VOCAB = 42
 

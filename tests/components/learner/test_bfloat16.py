@@ -4,10 +4,10 @@ import pytest
 import torch
 from learner_steps import run, same
 
-from components.learner.hf.model import LearnerModel
-from components.learner.optimizer import OptimizerSettings
-from components.learner.packing.pack import pack
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.packing.pack import pack
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.learner.step import RolloutTraining
+from creditgraph.components.learner.step import RolloutTraining
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_phase_ends_when_the_learners_gpu_is_done(waited):
 
 def test_passes_are_marked_on_the_stream_of_the_learners_gpu(waited, monkeypatch):
     pytest.importorskip("megatron.core")
-    from components.learner.megatron.schedule import ComputeClock
+    from creditgraph.components.learner.megatron.schedule import ComputeClock
 
     streams = []
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from learner_steps import FAST, run, same
 
-from components.learner.hf.learner import HFLearner
-from components.learner.lora import Lora
-from components.learner.offload import HostMemory
-from components.models.fixed_sequence import fixed_tokens
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.encoding import decode, encode
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.ranks import DeviceTurns
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.learner.offload import HostMemory
+from creditgraph.components.models.fixed_sequence import fixed_tokens
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.encoding import decode, encode
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.ranks import DeviceTurns
 
 
 def learner_of(folder, turns=None, lockstep=False, dtype="bfloat16", **settings):
@@ -43,7 +43,7 @@ def test_gpu_memory_goes_to_locked_pages_and_is_returned_to_other_processes(monk
     """CUDA by mocks: a storage that says it is on a GPU."""
     calls = []
     empty = torch.empty
-    monkeypatch.setattr("components.learner.offload._bytes", lambda storage: real(storage.held))
+    monkeypatch.setattr("creditgraph.components.learner.offload._bytes", lambda storage: real(storage.held))
 
     class Storage:
         def __init__(self, held):

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from components.learner import head, measure
-from components.learner.head import HeadPlan, fastest, plan_head, plans_of
-from components.learner.logprobs import Head, token_logprobs
-from components.learner.settings import Compute
+from creditgraph.components.learner import head, measure
+from creditgraph.components.learner.head import HeadPlan, fastest, plan_head, plans_of
+from creditgraph.components.learner.logprobs import Head, token_logprobs
+from creditgraph.components.learner.settings import Compute
 
 CPU = torch.device("cpu")
 

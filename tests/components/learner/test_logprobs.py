@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from components.learner.logprobs import Head, token_logprobs
+from creditgraph.components.learner.logprobs import Head, token_logprobs
 
 
 def inputs(n=23, d=8, v=37, dtype=torch.float32, device="cpu", seed=0):

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from components.learner.metrics import Guard, Mismatch, MismatchError, mismatch_meters, mismatch_values
-from components.learner.objective import Meters
+from creditgraph.components.learner.metrics import Guard, Mismatch, MismatchError, mismatch_meters, mismatch_values
+from creditgraph.components.learner.objective import Meters
 
 
 def mismatch(learner, engine, mask=None):

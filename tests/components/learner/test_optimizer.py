@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from components.learner.optimizer import Optimizer, OptimizerSettings, learning_rate
+from creditgraph.components.learner.optimizer import Optimizer, OptimizerSettings, learning_rate
 
 
 def settings(**more):

@@ -7,16 +7,16 @@ import torch
 from learner_steps import distance, run
 from replicas import Threads
 
-from components.learner.batch import RolloutBatch
-from components.learner.objective import EntropyMask, LossInputs, ObjectiveSettings
-from components.learner.objective.entropy_mask import high_by_scope, threshold
-from components.learner.optimizer import OptimizerSettings
-from components.learner.packing.balance import assign
-from components.learner.settings import LearnerSettings
-from pipeline.core.component import Context
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit
+from creditgraph.components.learner.batch import RolloutBatch
+from creditgraph.components.learner.objective import EntropyMask, LossInputs, ObjectiveSettings
+from creditgraph.components.learner.objective.entropy_mask import high_by_scope, threshold
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.packing.balance import assign
+from creditgraph.components.learner.settings import LearnerSettings
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit
 
 OPTIMIZER = OptimizerSettings(lr=3e-3, eps=1e-3)  # with a small ε Adam would blow up rounding of tiny gradients
 UNEVEN = ([*range(8)], [*range(8, 12)], [])  # rows of each replica, two per prompt; the last one has none

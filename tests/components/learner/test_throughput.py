@@ -4,12 +4,12 @@ import pytest
 import torch
 from learner_steps import FAST, REINFORCE
 
-from components.learner.step import RolloutTraining
-from components.learner.throughput import throughput
-from components.models.shape import Shape
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.ranks import Ranks
+from creditgraph.components.learner.step import RolloutTraining
+from creditgraph.components.learner.throughput import throughput
+from creditgraph.components.models.shape import Shape
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.ranks import Ranks
 
 
 def slow_operations(shape, rows):

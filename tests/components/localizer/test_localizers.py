@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from components.localizer.oracle import OracleLocalizer
-from components.localizer.self_localizer import SelfLocalizer, parse_step
-from components.localizer.uniform import UniformLocalizer
-from components.rollouts.thoughts import num_thoughts, thought_texts
-from components.tasks import TASKS
-from pipeline.core.errors import DataError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.localizer.oracle import OracleLocalizer
+from creditgraph.components.localizer.self_localizer import SelfLocalizer, parse_step
+from creditgraph.components.localizer.uniform import UniformLocalizer
+from creditgraph.components.rollouts.thoughts import num_thoughts, thought_texts
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
 
 CHAINS = TASKS["chains"]
 

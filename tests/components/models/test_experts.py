@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from components.models.experts import stack, unstack
+from creditgraph.components.models.experts import stack, unstack
 
 
 def test_names_and_tensors_are_those_that_transformers_saves(tmp_path):

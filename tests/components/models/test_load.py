@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.models.load import (
+from creditgraph.components.models.load import (
     context_length,
     load_causal_lm,
     load_config,
     load_tokenizer,
     resolve_model_path,
 )
-from components.tasks import chains
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.tasks import chains
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_hub_that_cannot_be_reached(monkeypatch):
 def test_the_hub_is_asked_once_and_a_missing_model_is_one_sentence(monkeypatch):
     import huggingface_hub
 
-    from components.models import load
+    from creditgraph.components.models import load
 
     asked = []
 
@@ -186,5 +186,5 @@ def test_the_check_of_a_configuration_asks_no_hub(monkeypatch):
     def refuse(name):
         raise AssertionError(f"asked for {name}")
 
-    monkeypatch.setattr("components.models.load._check_hub", refuse)
+    monkeypatch.setattr("creditgraph.components.models.load._check_hub", refuse)
     assert build_experiment(compose(["recipe=s_trace_qwen3_4b"])).model.path == "Qwen/Qwen3-4B"

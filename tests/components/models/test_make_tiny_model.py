@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from components.models.load import load_causal_lm, load_tokenizer
-from components.tasks import TASKS, chains
-from components.tasks.base import THOUGHT_END, split_thoughts
-from components.text import templates
-from pipeline.core.component import ModelSpec
+from creditgraph.components.models.load import load_causal_lm, load_tokenizer
+from creditgraph.components.tasks import TASKS, chains
+from creditgraph.components.tasks.base import THOUGHT_END, split_thoughts
+from creditgraph.components.text import templates
+from creditgraph.pipeline.core.component import ModelSpec
 
 CHAINS = TASKS["chains"]
 

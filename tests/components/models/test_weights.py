@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from components.models.weights import check_shapes, read_folder
-from pipeline.core.errors import DataError
+from creditgraph.components.models.weights import check_shapes, read_folder
+from creditgraph.pipeline.core.errors import DataError
 
 
 def test_an_index_decides_which_files_count(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.models.load import resolve_model_path
+from creditgraph.components.models.load import resolve_model_path
 
 QWEN = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from components.data.loading import load_data, make_prompts
-from components.prompts.dataset import DatasetPrompts
-from components.tasks import TASKS
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import ConfigError, DataError, RunError
-from pipeline.core.ranks import Ranks
+from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.components.prompts.dataset import DatasetPrompts
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
+from creditgraph.pipeline.core.ranks import Ranks
 
 TASK = TASKS["chains"]
 

@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from components.engine.vocabulary import eos_mask, generation_config
-from components.models.load import load_tokenizer
-from components.prompts.dataset import DatasetPrompts
-from components.text.code_tests import extract_code
-from components.text.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
-from components.verifier.choice import Boolean, Choice
-from components.verifier.exact import Exact
-from pipeline.app.cli import main
-from pipeline.core.component import Context, ModelSpec
+from creditgraph.components.engine.vocabulary import eos_mask, generation_config
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.prompts.dataset import DatasetPrompts
+from creditgraph.components.text.code_tests import extract_code
+from creditgraph.components.text.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
+from creditgraph.components.verifier.choice import Boolean, Choice
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.component import Context, ModelSpec
 
 TURN = "Say 1 + 1.\n\nReason step by step and put the final answer in \\boxed{}."
 QWEN = (

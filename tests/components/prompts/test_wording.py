@@ -6,13 +6,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.data.loading import load_data
-from components.data.sources import parse_source
-from components.models.load import load_tokenizer
-from components.text.templates import solve_prompt
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import ConfigError, DataError
-from pipeline.run.compose.experiment import compose
+from creditgraph.components.data.loading import load_data
+from creditgraph.components.data.sources import parse_source
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.text.templates import solve_prompt
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.run.compose.experiment import compose
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "1 + 1?"}

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from components.reviser.compare import NOT_ENDED, Compare, pair_up
-from components.rewards.outcome import Outcome
-from components.rollouts.second_turn import second_turn
-from components.sampler.chains import Chains
-from components.text.stops import decode_rows
-from components.verifier.exact import Exact
-from pipeline.core.errors import AlignmentError
-from pipeline.core.handles import Sampling
-from pipeline.run.recording import from_arrow, to_arrow
+from creditgraph.components.reviser.compare import NOT_ENDED, Compare, pair_up
+from creditgraph.components.rewards.outcome import Outcome
+from creditgraph.components.rollouts.second_turn import second_turn
+from creditgraph.components.sampler.chains import Chains
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.handles import Sampling
+from creditgraph.pipeline.run.recording import from_arrow, to_arrow
 
 ALL = torch.ones(4, dtype=torch.bool)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.rewards.episode import EpisodeRewards
-from pipeline.core.payloads import Turns
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.rewards.episode import EpisodeRewards
+from creditgraph.pipeline.core.payloads import Turns
 
 
 def turns_of(uid, episodes, fault=None):

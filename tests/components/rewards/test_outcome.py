@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from components.rewards.outcome import Outcome
-from pipeline.core.errors import AlignmentError
+from creditgraph.components.rewards.outcome import Outcome
+from creditgraph.pipeline.core.errors import AlignmentError
 
 
 def _rule(text):

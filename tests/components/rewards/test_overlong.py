@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.rewards.overlong import Overlong, overlong_punishment
+from creditgraph.components.rewards.overlong import Overlong, overlong_punishment
 
 
 def test_numbers_by_hand():

@@ -5,9 +5,9 @@ tests/components/engine/vllm/test_engine.py compares it with vLLM's own counts.
 
 import torch
 
-from components.rollouts.branch_cost import BranchCost, branch_cost, planned_cost
-from pipeline.app.costs import cost_lines
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.rollouts.branch_cost import BranchCost, branch_cost, planned_cost
+from creditgraph.pipeline.app.costs import cost_lines
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 
 def by_loop(row, at, tokens, block, warm):

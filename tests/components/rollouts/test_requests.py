@@ -2,11 +2,11 @@
 
 import torch
 
-from components.rollouts.continuing import Continuing
-from components.rollouts.requests import keyed_seeds, sample_fresh, sample_groups, unended, unsampled
-from pipeline.core.component import Context
-from pipeline.core.handles import Sampling
-from pipeline.core.streams import Stream
+from creditgraph.components.rollouts.continuing import Continuing
+from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh, sample_groups, unended, unsampled
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.handles import Sampling
+from creditgraph.pipeline.core.streams import Stream
 
 
 def test_groups_are_draws_of_each_prompt(toolbox):

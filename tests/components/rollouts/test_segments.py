@@ -2,8 +2,14 @@
 
 import torch
 
-from components.rollouts.segments import close_segments, increments, rank_in_row, segment_of_token, with_final
-from pipeline.core.jagged import Jagged
+from creditgraph.components.rollouts.segments import (
+    close_segments,
+    increments,
+    rank_in_row,
+    segment_of_token,
+    with_final,
+)
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def test_ends_are_made_valid():

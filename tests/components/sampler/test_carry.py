@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 
-from components.rollouts.carry import CARRY_METRICS, Carry
-from components.sampler.chains import Chains
-from pipeline.core.encoding import decode, encode
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Completions, Policy, Scores
-from pipeline.core.jagged import Jagged
-from pipeline.core.ranks import Ranks
+from creditgraph.components.rollouts.carry import CARRY_METRICS, Carry
+from creditgraph.components.sampler.chains import Chains
+from creditgraph.pipeline.core.encoding import decode, encode
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Completions, Policy, Scores
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.ranks import Ranks
 
 
 class Letters(Policy):

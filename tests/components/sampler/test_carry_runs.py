@@ -6,15 +6,15 @@ import json
 import pytest
 import torch
 
-from components.rollouts.carry import Carrier
-from pipeline.app.differences import describe_difference
-from pipeline.core.errors import GraphError
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.executor import Executor
-from pipeline.run.node_runner import NodeFailure
-from pipeline.run.recording import read_payload
-from pipeline.run.replay import Replay
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.components.rollouts.carry import Carrier
+from creditgraph.pipeline.app.differences import describe_difference
+from creditgraph.pipeline.core.errors import GraphError
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.executor import Executor
+from creditgraph.pipeline.run.node_runner import NodeFailure
+from creditgraph.pipeline.run.recording import read_payload
+from creditgraph.pipeline.run.replay import Replay
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 pytestmark = pytest.mark.xdist_group("carry_runs")  # all but one read the same run
 

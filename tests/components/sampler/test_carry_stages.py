@@ -6,16 +6,16 @@ import json
 import pytest
 import torch
 
-from components.expander.reset import Reset
-from components.expander.tree import Tree
-from components.expander.tree_growth import SegmentRule, UncertainRule
-from components.rollouts.carry import Carry
-from components.sampler.dynamic import Dynamic
-from components.sampler.failures import Failures
-from components.verifier.exact import Exact
 from creditgraph import main
-from pipeline.core.encoding import decode, encode
-from pipeline.core.payloads import Prompts, StepErrors, Trajectories
+from creditgraph.components.expander.reset import Reset
+from creditgraph.components.expander.tree import Tree
+from creditgraph.components.expander.tree_growth import SegmentRule, UncertainRule
+from creditgraph.components.rollouts.carry import Carry
+from creditgraph.components.sampler.dynamic import Dynamic
+from creditgraph.components.sampler.failures import Failures
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.pipeline.core.encoding import decode, encode
+from creditgraph.pipeline.core.payloads import Prompts, StepErrors, Trajectories
 
 FEW = 12  # tokens per iteration; responses of the embedded task have 30 to 90
 WHOLE = 1_000
@@ -165,7 +165,7 @@ def test_another_number_of_replicas_deals_out_what_waits(tiny, toolbox, kind):
 
 
 def toolbox_begun(prompt_uid):
-    from components.rollouts.continuing import Begun
+    from creditgraph.components.rollouts.continuing import Begun
 
     return Begun.blank(prompt_uid + 10_000, prompt_uid)
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from components.rollouts.requests import keyed_seeds, sample_from_prefix
-from components.sampler.chains import Chains
-from pipeline.core.handles import Sampling, ThoughtLimits
-from pipeline.core.streams import Stream
+from creditgraph.components.rollouts.requests import keyed_seeds, sample_from_prefix
+from creditgraph.components.sampler.chains import Chains
+from creditgraph.pipeline.core.handles import Sampling, ThoughtLimits
+from creditgraph.pipeline.core.streams import Stream
 
 
 def test_groups_are_prompts_and_rows_come_prompt_by_prompt(toolbox):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from components.sampler.critique import Critique, best_of, to_refine
-from components.text.stops import decode_rows
-from components.verifier.exact import Exact
-from pipeline.core.handles import Scores
+from creditgraph.components.sampler.critique import Critique, best_of, to_refine
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.pipeline.core.handles import Scores
 
 VALUES = {"poor": 0.0, "half": 0.5, "good": 1.0}
 

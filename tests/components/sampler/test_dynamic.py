@@ -2,7 +2,7 @@
 
 import pytest
 
-from components.sampler.dynamic import Dynamic
+from creditgraph.components.sampler.dynamic import Dynamic
 
 
 def _script(context, n):

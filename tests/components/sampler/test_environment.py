@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.rollouts.replies import state_of
-from components.rollouts.timed_calls import Fault, TimedCalls
-from components.sampler.environment import EnvironmentSampler
-from pipeline.core.errors import RunError
-from pipeline.core.handles import Environments, Step
+from creditgraph.components.rollouts.replies import state_of
+from creditgraph.components.rollouts.timed_calls import Fault, TimedCalls
+from creditgraph.components.sampler.environment import EnvironmentSampler
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.handles import Environments, Step
 
 SECONDS = 1.5  # where something hangs; elsewhere a busy machine must not matter
 
@@ -335,7 +335,7 @@ class Blocks:
 
 
 def test_an_async_method_that_blocks_the_loop_is_found(monkeypatch):
-    monkeypatch.setattr("components.rollouts.timed_calls._GRACE", 0.1)
+    monkeypatch.setattr("creditgraph.components.rollouts.timed_calls._GRACE", 0.1)
     calls = TimedCalls(1.0, 4)
     (found,) = calls.run([Blocks(6).step])
     assert found == Fault("time", "the event loop was blocked by an async method that does not await")

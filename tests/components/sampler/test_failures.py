@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from components.sampler.failures import Failures, choose, parse_split
-from pipeline.core.payloads import Trajectories
+from creditgraph.components.sampler.failures import Failures, choose, parse_split
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 def _run(toolbox, outcomes: dict[str, str], **settings):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.sampler.retry import Retry
-from components.text.stops import decode_rows
-from components.text.templates import critique_prompt, retry_prompt, revise_prompt
+from creditgraph.components.sampler.retry import Retry
+from creditgraph.components.text.stops import decode_rows
+from creditgraph.components.text.templates import critique_prompt, retry_prompt, revise_prompt
 
 
 def _run(toolbox, script, prompts=("p", "q"), **settings):

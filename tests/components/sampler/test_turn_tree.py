@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from components.advantage.trees.siblings import TreeSiblings
-from components.rewards.episode import EpisodeRewards
-from components.rollouts.turn_rows import by_episode
-from components.sampler.environment import EnvironmentSampler
-from components.sampler.turn_tree import TurnTree
-from pipeline.core.errors import ConfigError
-from pipeline.core.handles import Environments
+from creditgraph.components.advantage.trees.siblings import TreeSiblings
+from creditgraph.components.rewards.episode import EpisodeRewards
+from creditgraph.components.rollouts.turn_rows import by_episode
+from creditgraph.components.sampler.environment import EnvironmentSampler
+from creditgraph.components.sampler.turn_tree import TurnTree
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Environments
 
 CLOSED = []
 

@@ -19,10 +19,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, run_programs
-from components.sandbox.probe import find_isolation
-from components.text.code_tests import CodeTest, mismatch
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.pool import Program, run_programs
+from creditgraph.components.sandbox.probe import find_isolation
+from creditgraph.components.text.code_tests import CodeTest, mismatch
 
 WORKERS = 8  # attacks mostly wait for their time limit
 LIMITS = Limits(seconds=1.0, memory_mb=192, processes=12, files_mb=8, output_kb=256)

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from components.sandbox.isolation import INSTALL
-from components.sandbox.probe import find_isolation
+from creditgraph.components.sandbox.isolation import INSTALL
+from creditgraph.components.sandbox.probe import find_isolation
 
 
 @pytest.fixture(scope="session")

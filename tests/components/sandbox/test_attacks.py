@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components.sandbox.isolation import INSTALL
+from creditgraph.components.sandbox.isolation import INSTALL
 from tests.components.sandbox.attacks import LIMITS, WORKERS, host_of_canaries, read_attacks, run_attacks
 
 pytestmark = [

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from components.sandbox import probe
-from components.sandbox.isolation import Isolation, no_isolation
-from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, run_programs
-from components.sandbox.probe import find_isolation
-from pipeline.core.errors import RunError
+from creditgraph.components.sandbox import probe
+from creditgraph.components.sandbox.isolation import Isolation, no_isolation
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.pool import Program, run_programs
+from creditgraph.components.sandbox.probe import find_isolation
+from creditgraph.pipeline.core.errors import RunError
 
 LIMITS = Limits(seconds=4.0, memory_mb=192, processes=8, files_mb=4, output_kb=64)
 
@@ -128,7 +128,7 @@ def test_a_bubblewrap_that_fails_or_does_not_isolate_is_refused(tmp_path, monkey
 
 
 def test_the_probe_notices_a_missing_isolation():
-    from components.sandbox.probe import PROBE
+    from creditgraph.components.sandbox.probe import PROBE
 
     # Run as it is, it would make files for a moment; what it says of a process namespace is enough here.
     source = PROBE.split("for place in")[0] + "print(json.dumps(escapes))"
@@ -159,9 +159,9 @@ def test_an_ordinary_user_isolates_with_a_user_namespace(isolation):
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, run_programs
-from components.sandbox.probe import find_isolation
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.pool import Program, run_programs
+from creditgraph.components.sandbox.probe import find_isolation
 isolation = find_isolation()
 results = run_programs([Program(source="print(7)", inputs=[""])], isolation, Limits(), workers=1)
 print(isolation.user_namespace, results[0][0].out)

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from components.sandbox import seccomp
+from creditgraph.components.sandbox import seccomp
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

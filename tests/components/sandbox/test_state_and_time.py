@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from components.sandbox.limits import MEGABYTE, Limits
-from components.sandbox.pool import Program, run_programs
-from components.sandbox.watch import Watch
+from creditgraph.components.sandbox.limits import MEGABYTE, Limits
+from creditgraph.components.sandbox.pool import Program, run_programs
+from creditgraph.components.sandbox.watch import Watch
 
 SPINNER = "import os\nos.setsid()\nwhile True: pass"
 

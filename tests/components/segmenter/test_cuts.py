@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
-from components.segmenter.fixed import Fixed, fixed_ends
-from pipeline.core.jagged import Jagged
+from creditgraph.components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
+from creditgraph.components.segmenter.fixed import Fixed, fixed_ends
+from creditgraph.pipeline.core.jagged import Jagged
 
 #          place  0    1    2    3    4    5    6    7
 ENTROPIES = [[9.0, 2.0, 0.1, 3.0, 2.9, 0.2, 2.5, 2.8]]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
-from components.segmenter.fixed import Fixed, fixed_ends
-from components.segmenter.keyword_entropy import KeywordEntropy, merge_lowest
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
+from creditgraph.components.segmenter.fixed import Fixed, fixed_ends
+from creditgraph.components.segmenter.keyword_entropy import KeywordEntropy, merge_lowest
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def test_fixed_by_hand():

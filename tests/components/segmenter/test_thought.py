@@ -2,8 +2,8 @@
 
 import torch
 
-from components.segmenter.thought import Thoughts
-from pipeline.core.jagged import Jagged
+from creditgraph.components.segmenter.thought import Thoughts
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def _node(toolbox):

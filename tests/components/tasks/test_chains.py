@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from components.tasks import TASKS, chains
-from components.tasks.base import SPLITS, split_thoughts
-from components.tasks.chains import Chains, Difficulty
-from pipeline.core.errors import DataError
+from creditgraph.components.tasks import TASKS, chains
+from creditgraph.components.tasks.base import SPLITS, split_thoughts
+from creditgraph.components.tasks.chains import Chains, Difficulty
+from creditgraph.pipeline.core.errors import DataError
 
 CHAINS = TASKS["chains"]
 

@@ -5,14 +5,14 @@ import random
 
 import pytest
 
-from components.data.loading import load_data
-from components.tasks import MODULES, TASKS
-from components.tasks.base import COMMON_WORDS, SPECIAL_WORDS, THOUGHT_END, split_thoughts
-from components.text.templates import extract_answer
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, DataError
+from creditgraph.components.data.loading import load_data
+from creditgraph.components.tasks import TASKS, known_tasks
+from creditgraph.components.tasks.base import COMMON_WORDS, SPECIAL_WORDS, THOUGHT_END, split_thoughts
+from creditgraph.components.text.templates import extract_answer
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, DataError
 
-NAMES = list(MODULES)
+NAMES = list(known_tasks())
 
 
 def attempts(task, count=60):

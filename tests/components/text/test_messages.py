@@ -2,7 +2,7 @@
 
 import pytest
 
-from components.text.messages import conversation, read_messages
+from creditgraph.components.text.messages import conversation, read_messages
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "1 + 1?"}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from components.models.load import load_tokenizer
-from components.tasks import TASKS, chains
-from components.text import templates
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.tasks import TASKS, chains
+from creditgraph.components.text import templates
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import DataError
 
 TASK = TASKS["chains"]
 

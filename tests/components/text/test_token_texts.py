@@ -2,8 +2,8 @@
 
 import torch
 
-from components.text.stops import ends_of_stop, token_texts
-from pipeline.core.jagged import Jagged
+from creditgraph.components.text.stops import ends_of_stop, token_texts
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def test_stop_strings_over_several_tokens_and_within_one():

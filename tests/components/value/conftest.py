@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from pipeline.core.handles import Policy, Scores
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import key_of
+from creditgraph.pipeline.core.handles import Policy, Scores
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import key_of
 
 
 class OffsetTokenizer:

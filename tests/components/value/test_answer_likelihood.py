@@ -6,17 +6,23 @@ from itertools import product
 import pytest
 import torch
 
-from components.advantage.additive import AdditiveAdvantage
-from components.advantage.group import GroupAdvantage
-from components.advantage.redistribute import Redistribute
-from components.value.answer_likelihood import AnswerLikelihood, carried
-from components.value.bank import AnswerSettings, answer_bank, continuation_bank, encode_parts, references_of
-from components.value.boundaries import boundaries_of, branch_tokens, shared_sequences
-from components.value.estimator import log_pooled, log_probability
-from components.value.states import states_of
-from pipeline.core.errors import AlignmentError, ConfigError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments
+from creditgraph.components.advantage.additive import AdditiveAdvantage
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.redistribute import Redistribute
+from creditgraph.components.value.answer_likelihood import AnswerLikelihood, carried
+from creditgraph.components.value.bank import (
+    AnswerSettings,
+    answer_bank,
+    continuation_bank,
+    encode_parts,
+    references_of,
+)
+from creditgraph.components.value.boundaries import boundaries_of, branch_tokens, shared_sequences
+from creditgraph.components.value.estimator import log_pooled, log_probability
+from creditgraph.components.value.states import states_of
+from creditgraph.pipeline.core.errors import AlignmentError, ConfigError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments
 
 EXIT = {"exit_text": "E", "answer_end": "}"}
 
@@ -288,10 +294,10 @@ def test_wrong_inputs_are_reported(toolbox, table):
 
 @pytest.mark.parametrize("value", ["immediate", "continuation"])
 def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
-    from components.rewards.outcome import Outcome
-    from components.sampler.chains import Chains
-    from components.segmenter.thought import Thoughts
-    from components.verifier.exact import Exact
+    from creditgraph.components.rewards.outcome import Outcome
+    from creditgraph.components.sampler.chains import Chains
+    from creditgraph.components.segmenter.thought import Thoughts
+    from creditgraph.components.verifier.exact import Exact
 
     policy, prompts = tiny.policy, tiny.prompts
     trajectories = (

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from components.rollouts.segments import increments
-from components.value.gradient_attribution import GradientAttribution
-from components.value.leave_one_out import LeaveOneOut
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments
+from creditgraph.components.rollouts.segments import increments
+from creditgraph.components.value.gradient_attribution import GradientAttribution
+from creditgraph.components.value.leave_one_out import LeaveOneOut
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments
 
 EXIT = {"exit_text": "E", "answer_end": "}"}
 CUTS = [[1, 3, 4], [1], [], [2, 3]]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from components.advantage.gae import GAE
-from components.value.boundaries import values_from_gains
-from components.value.monte_carlo import MonteCarlo, continuation_seeds
-from pipeline.core.handles import ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments
-from pipeline.core.streams import Stream
+from creditgraph.components.advantage.gae import GAE
+from creditgraph.components.value.boundaries import values_from_gains
+from creditgraph.components.value.monte_carlo import MonteCarlo, continuation_seeds
+from creditgraph.pipeline.core.handles import ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments
+from creditgraph.pipeline.core.streams import Stream
 
 STOP = "</thought>"
 TWO = f"a{STOP}b{STOP}"

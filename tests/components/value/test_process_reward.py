@@ -9,17 +9,17 @@ import pytest
 import torch
 from http_server import serving
 
-from components.advantage.process import ProcessAdvantage
-from components.http import ServerSettings
-from components.models.load import resolve_model_path
-from components.rollouts.thoughts import thought_texts, true_first_errors
-from components.sampler.chains import Chains
-from components.segmenter.thought import Thoughts
-from components.tasks import TASKS
-from components.value.process_reward import ProcessReward
-from pipeline.core.errors import DataError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments
+from creditgraph.components.advantage.process import ProcessAdvantage
+from creditgraph.components.http import ServerSettings
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.components.rollouts.thoughts import thought_texts, true_first_errors
+from creditgraph.components.sampler.chains import Chains
+from creditgraph.components.segmenter.thought import Thoughts
+from creditgraph.components.tasks import TASKS
+from creditgraph.components.value.process_reward import ProcessReward
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments
 
 CHAINS = TASKS["chains"]
 
@@ -43,7 +43,7 @@ def server():
 @pytest.fixture
 def judged(toolbox, server, monkeypatch):
     """judged(settings of the server) → the node and its values for two rows of steps "a5 b3" and "c9"."""
-    monkeypatch.setattr("components.value.process_reward.load_tokenizer", lambda model: toolbox.tokenizer())
+    monkeypatch.setattr("creditgraph.components.value.process_reward.load_tokenizer", lambda model: toolbox.tokenizer())
     prompts = toolbox.prompts(["p", "q"])
     trajectories = toolbox.trajectories(["a5b3", "c9"], prompt_uid=prompts.uid)
     segments = Segments(uid=trajectories.uid, ends=Jagged.from_rows([[2, 4], [2]], torch.int32))

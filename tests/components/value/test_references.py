@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.advantage.redistribute import Redistribute
-from components.value.answer_likelihood import AnswerLikelihood
-from components.value.bank import AnswerSettings, References, answer_bank, references_of, solution_bank
-from components.value.boundaries import boundaries_of
-from components.value.gradient_attribution import GradientAttribution
-from components.value.leave_one_out import LeaveOneOut
-from components.value.states import states_of
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.redistribute import Redistribute
+from creditgraph.components.value.answer_likelihood import AnswerLikelihood
+from creditgraph.components.value.bank import AnswerSettings, References, answer_bank, references_of, solution_bank
+from creditgraph.components.value.boundaries import boundaries_of
+from creditgraph.components.value.gradient_attribution import GradientAttribution
+from creditgraph.components.value.leave_one_out import LeaveOneOut
+from creditgraph.components.value.states import states_of
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Segments
 
 EXIT = {"exit_text": "</think>\n\nE", "answer_end": "}"}
 CLOSED = "<think>a</think>\nb<|im_end|>"

@@ -4,13 +4,13 @@ import json
 
 import torch
 
-from components.data.loading import load_data
-from pipeline.core.component import Context
-from pipeline.core.sockets import Wire
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.executor import Executor
-from pipeline.run.replay import Replay
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.components.data.loading import load_data
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.sockets import Wire
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.executor import Executor
+from creditgraph.pipeline.run.replay import Replay
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 
 def test_solutions_are_carried_recorded_and_replayed(tmp_path):

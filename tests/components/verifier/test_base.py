@@ -1,7 +1,7 @@
 """A verifier from outside, and what VerifierComponent does for it."""
 
 from creditgraph import Item, Verdict, VerifierComponent
-from pipeline.core.contract import check_component
+from creditgraph.pipeline.core.contract import check_component
 
 
 class Palindrome(VerifierComponent):

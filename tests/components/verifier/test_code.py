@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from components.sandbox import pool
-from components.sandbox.isolation import INSTALL
-from components.sandbox.limits import Limits
-from components.text import code_tests
-from components.text.code_tests import extract_code, read_tests, same_output, same_value
-from components.verifier.code import Code
+from creditgraph.components.sandbox import pool
+from creditgraph.components.sandbox.isolation import INSTALL
+from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.text import code_tests
+from creditgraph.components.text.code_tests import extract_code, read_tests, same_output, same_value
+from creditgraph.components.verifier.code import Code
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from components.verifier.composite import Composite
-from components.verifier.exact import Exact
-from pipeline.core.errors import ConfigError
-from pipeline.core.settings import build_config
+from creditgraph.components.verifier.composite import Composite
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.settings import build_config
 
 
 class NoVerifier(Exact):

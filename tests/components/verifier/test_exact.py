@@ -1,6 +1,6 @@
 """String equality of extracted answers."""
 
-from components.verifier.exact import Exact, normalise
+from creditgraph.components.verifier.exact import Exact, normalise
 
 
 def _verify(toolbox, texts, answers, **settings):

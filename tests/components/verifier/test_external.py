@@ -6,7 +6,7 @@ import time
 import pytest
 from http_server import serving
 
-from components.verifier.external import External
+from creditgraph.components.verifier.external import External
 
 
 def judge(how, path, body):

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from components.verifier.function import Function
-from components.verifier.function_worker import load_function
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.settings import build_config
+from creditgraph.components.verifier.function import Function
+from creditgraph.components.verifier.function_worker import load_function
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.settings import build_config
 
 FILE = '''
 import os, random, sys, time

@@ -2,14 +2,14 @@
 
 import pytest
 
-from components.verifier.base import RIGHT, WRONG, Item, VerifierComponent
-from components.verifier.choice import Boolean, Choice
-from components.verifier.code import Code
-from components.verifier.exact import Exact
-from components.verifier.math import Math
-from components.verifier.math_text import quantity
-from components.verifier.pattern import Regex
-from pipeline.app.data.master_keys import odd_answers, search_master_keys
+from creditgraph.components.verifier.base import RIGHT, WRONG, Item, VerifierComponent
+from creditgraph.components.verifier.choice import Boolean, Choice
+from creditgraph.components.verifier.code import Code
+from creditgraph.components.verifier.exact import Exact
+from creditgraph.components.verifier.math import Math
+from creditgraph.components.verifier.math_text import quantity
+from creditgraph.components.verifier.pattern import Regex
+from creditgraph.lab.master_keys import odd_answers, search_master_keys
 from tests.components.verifier.pairs import all_pairs
 
 

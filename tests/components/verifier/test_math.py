@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.verifier.base import Item
-from components.verifier.math import Math
-from components.verifier.worker_pool import WorkerPool
-from pipeline.core.errors import RunError
+from creditgraph.components.verifier.base import Item
+from creditgraph.components.verifier.math import Math
+from creditgraph.components.verifier.worker_pool import WorkerPool
+from creditgraph.pipeline.core.errors import RunError
 
 FAKE = """
 import json, os, sys, time

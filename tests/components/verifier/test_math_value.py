@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 import sympy
 
-from components.verifier.math_equal import compare
-from components.verifier.math_text import quantity, unit_factor
-from components.verifier.math_value import proportional, same_expression, same_object
+from creditgraph.components.verifier.math_equal import compare
+from creditgraph.components.verifier.math_text import quantity, unit_factor
+from creditgraph.components.verifier.math_value import proportional, same_expression, same_object
 
 x, y, n = sympy.symbols("x y n")
 HUGE = ["2^{2000}", "10^{1000}", "1000!", "e^{1000}", "10^{10^{10}}", "9^{9^{9^{9}}}", "2^{40000}", "4000!"]

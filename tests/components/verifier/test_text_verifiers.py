@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from components.verifier.choice import Boolean, Choice
-from components.verifier.pattern import Regex
+from creditgraph.components.verifier.choice import Boolean, Choice
+from creditgraph.components.verifier.pattern import Regex
 
 
 def verify(toolbox, kind, texts, answers, metadata=None, **settings):

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from pipeline.app.catalog import describe
-from pipeline.app.cli import main
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import known_components, load_class
+from creditgraph.pipeline.app.catalog import describe
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import known_components, load_class
 
 
 def test_sockets_paper_and_settings() -> None:

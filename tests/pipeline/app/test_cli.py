@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.app.cli import COMMANDS, main
+from creditgraph.pipeline.app.cli import COMMANDS, main
 
 SMALL = [
     "prompts.batch=2",
@@ -155,7 +155,7 @@ def test_components_lists_sockets_and_settings(capsys: pytest.CaptureFixture[str
 def test_light_commands_do_not_import_torch(command: list[str]) -> None:
     """`cli.py` imports the module of every command, so one that imports torch at its top makes all of them slow."""
     code = (
-        f"import sys; from pipeline.app.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
+        f"import sys; from creditgraph.pipeline.app.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -183,7 +183,7 @@ def test_options_and_overrides_may_alternate(capsys: pytest.CaptureFixture[str])
 
 def test_check_all_is_green_and_light() -> None:
     code = (
-        "import sys; from pipeline.app.cli import main\ncode = main(['graph', '--check-all'])\n"
+        "import sys; from creditgraph.pipeline.app.cli import main\ncode = main(['graph', '--check-all'])\n"
         "heavy = [m for m in ('transformers', 'datasets', 'vllm', 'sglang', 'megatron') if m in "
         "sys.modules]\nprint(code, heavy)"
     )
@@ -258,8 +258,8 @@ def test_eval_of_the_newest_checkpoint_repeats_the_final_accuracy(
 def test_user_configs_and_components_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One new file and one YAML: an advantage of one's own, wired in by module:Class from ./configs."""
     (tmp_path / "my_ideas.py").write_text(
-        "from components.advantage.group import GroupAdvantage\n\n\nclass Doubled(GroupAdvantage):\n    '''Twice the "
-        "credit.'''\n"
+        "from creditgraph.components.advantage.group import GroupAdvantage\n\n\n"
+        "class Doubled(GroupAdvantage):\n    '''Twice the credit.'''\n"
     )
     (tmp_path / "configs" / "recipe").mkdir(parents=True)
     (tmp_path / "configs" / "recipe" / "mine.yaml").write_text(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import COMMANDS
-from pipeline.core.registry import known_components
+from creditgraph.pipeline.app.cli import COMMANDS
+from creditgraph.pipeline.core.registry import known_components
 
 pytest.importorskip("argcomplete", reason="not installed here: pip install argcomplete")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.app.drawing.draw import mermaid, settings_of, svg
-from pipeline.app.drawing.layout import lay_out, separate
-from pipeline.core.graph import build_graph
+from creditgraph.pipeline.app.drawing.draw import mermaid, settings_of, svg
+from creditgraph.pipeline.app.drawing.layout import lay_out, separate
+from creditgraph.pipeline.core.graph import build_graph
 
 Nodes = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"

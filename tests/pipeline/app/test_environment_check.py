@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pipeline.app import environment_check
-from pipeline.app.cli import main
+from creditgraph.pipeline.app import environment_check
+from creditgraph.pipeline.app.cli import main
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pipeline.app.cli import main
-from pipeline.app.commands.train import train
-from pipeline.run.checkpoint import Checkpoints
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.commands.train import train
+from creditgraph.pipeline.run.checkpoint import Checkpoints
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from components.learner.settings import LearnerSettings
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.learner.settings import LearnerSettings
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 FOLDER = Path(__file__).parents[3] / "configs" / "recipe"
 RECIPES = sorted(file.stem for file in FOLDER.glob("*.yaml") if not file.stem.startswith("toy_"))

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from pipeline.app.progress import Progress, duration
+from creditgraph.pipeline.app.progress import Progress, duration
 
 
 class Terminal(io.StringIO):

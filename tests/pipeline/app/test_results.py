@@ -1,8 +1,8 @@
 import json
 import math
 
-from pipeline.app.results import as_table, summarise, write_results
-from pipeline.run.metrics import JsonLines
+from creditgraph.pipeline.app.results import as_table, summarise, write_results
+from creditgraph.pipeline.run.metrics import JsonLines
 
 ROWS = [
     {

@@ -3,9 +3,9 @@
 import pytest
 from attack_suites import settings
 
-from pipeline.app.cli import main
-from pipeline.app.sweep import build_all
-from pipeline.core.errors import ConfigError
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.sweep import build_all
+from creditgraph.pipeline.core.errors import ConfigError
 
 
 @pytest.fixture(scope="module", autouse=True)

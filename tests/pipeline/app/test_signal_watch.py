@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.signal_watch import SignalWatch, trains
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.signal_watch import SignalWatch, trains
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 TOY = ["recipe=toy_grpo", "prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=2", "run.device=cpu"]
 
@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from components.advantage.group import GroupAdvantage, Outputs
-from pipeline.core.payloads import Rewards, Trajectories
+from creditgraph.components.advantage.group import GroupAdvantage, Outputs
+from creditgraph.pipeline.core.payloads import Rewards, Trajectories
 
 
 class NanAdvantage(GroupAdvantage):

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.cluster.logs import follow, newest_start
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.cluster.logs import follow, newest_start
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 
 def test_a_run_that_was_not_submitted_shows_who_runs_it_and_how_far_it_is(tmp_path, capsys):

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.rollout_table import COLUMNS, RolloutTables
-from pipeline.app.trackers import TensorBoard, Wandb, _as_text
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.metrics import TableSettings, WandbSettings, read_metrics
-from pipeline.run.recorder import RecordSettings
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.rollout_table import COLUMNS, RolloutTables
+from creditgraph.pipeline.app.trackers import TensorBoard, Wandb, _as_text
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.metrics import TableSettings, WandbSettings, read_metrics
+from creditgraph.pipeline.run.recorder import RecordSettings
 
 pytestmark = pytest.mark.xdist_group("trackers")
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,8 +87,8 @@ def wandb_environment(folder: Path) -> dict[str, str]:
 
 def test_training_does_not_import_the_report(imported):
     modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
-    assert "pipeline.app.trackers" in modules
-    assert not {name for name in modules if name.startswith("pipeline.app.report")}
+    assert "creditgraph.pipeline.app.trackers" in modules
+    assert not {name for name in modules if name.startswith("creditgraph.pipeline.app.report")}
 
 
 def wandb_records(file: Path):

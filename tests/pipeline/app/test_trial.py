@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.trial import try_component
-from pipeline.core.registry import load_class
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.trial import try_component
+from creditgraph.pipeline.core.registry import load_class
 
 
 @pytest.mark.parametrize(

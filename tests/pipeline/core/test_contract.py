@@ -7,9 +7,9 @@ import contract_toys
 import graph_toys
 import pytest
 
-from pipeline.core import contract
-from pipeline.core.contract import LATE_IMPORTS, check_component
-from pipeline.core.registry import known_components, load_class
+from creditgraph.pipeline.core import contract
+from creditgraph.pipeline.core.contract import LATE_IMPORTS, check_component
+from creditgraph.pipeline.core.registry import known_components, load_class
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.report.page import vega_bundle
-from pipeline.core.errors import ConfigError, extra, find_package
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.report.page import vega_bundle
+from creditgraph.pipeline.core.errors import ConfigError, extra, find_package
 
 OPTIONAL = ("matplotlib", "peft", "tensorboard", "vl_convert", "wandb")
 TOY = ["recipe=toy_grpo", "prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=2", "run.device=cpu"]
@@ -26,7 +26,7 @@ def bare(monkeypatch):
         return real(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.setattr("pipeline.core.errors.find_spec", lambda name: None)
+    monkeypatch.setattr("creditgraph.pipeline.core.errors.find_spec", lambda name: None)
     vega_bundle.cache_clear()
 
 
@@ -68,7 +68,8 @@ def test_a_run_trains_without_any_extra_and_says_what_it_did_not_draw(bare, tmp_
 
 
 def test_commands_import_no_extra_before_they_need_it():
-    code = "import sys, pipeline.app.cli, pipeline.app.commands.report, components, pipeline.app.trackers;"
+    code = "import sys, creditgraph.pipeline.app.cli, creditgraph.pipeline.app.commands.report, creditgraph.components;"
+    code += "import creditgraph.pipeline.app.trackers;"
     code += f"print([n for n in {OPTIONAL} if n in sys.modules])"
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.core.errors import ConfigError, GraphError
-from pipeline.core.graph import Graph, build_graph
+from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.core.graph import Graph, build_graph
 
 Nodes = dict[str, Any]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged
 
 ROWS = st.lists(st.lists(st.integers(-1000, 1000), max_size=6), max_size=8)
 SOME_ROWS = st.lists(st.lists(st.integers(-1000, 1000), max_size=6), min_size=1, max_size=8)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.metric import definition
-from pipeline.core.registry import BUILTIN, load_class
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.executor import Executor
-from pipeline.run.metrics import EXECUTOR_METRICS
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.core.metric import definition
+from creditgraph.pipeline.core.registry import BUILTIN, load_class
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.executor import Executor
+from creditgraph.pipeline.run.metrics import EXECUTOR_METRICS
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 DEFINITIONS = {use: load_class(use).metrics for use in BUILTIN}
 ROOT = Path(__file__).resolve().parents[3]

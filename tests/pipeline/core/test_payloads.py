@@ -8,10 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.errors import AlignmentError, CreditgraphError
-from pipeline.core.handles import known_entropies
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, StepErrors, Trajectories, Weights, check_aligned
+from creditgraph.pipeline.core.errors import AlignmentError, CreditgraphError
+from creditgraph.pipeline.core.handles import known_entropies
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import (
+    Batch,
+    Credit,
+    Prompts,
+    Rewards,
+    StepErrors,
+    Trajectories,
+    Weights,
+    check_aligned,
+)
 
 
 def tensor(*numbers: int) -> torch.Tensor:

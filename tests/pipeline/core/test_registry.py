@@ -8,10 +8,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from pipeline.core import registry
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import BUILTIN, known_components, load_class, target_of
+from creditgraph.pipeline.core import registry
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import BUILTIN, known_components, load_class, target_of
 
 
 @pytest.fixture
@@ -66,8 +66,9 @@ def test_entry_points_add_names_but_take_none_over() -> None:
         ),
         ("graph_toys:Merg", "component 'graph_toys:Merg': no class 'Merg' in graph_toys. Did you mean 'Merge'?"),
         (
-            "pipeline.core.graph:RESERVED_NAMES",
-            "component 'pipeline.core.graph:RESERVED_NAMES': pipeline.core.graph:RESERVED_NAMES is not a class.",
+            "creditgraph.pipeline.core.graph:RESERVED_NAMES",
+            "component 'creditgraph.pipeline.core.graph:RESERVED_NAMES': "
+            "creditgraph.pipeline.core.graph:RESERVED_NAMES is not a class.",
         ),
     ],
 )
@@ -87,7 +88,8 @@ def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_listing_imports_nothing() -> None:
-    code = "import sys; from pipeline.core import registry; registry.known_components(); print('torch' in sys.modules)"
+    code = "import sys; from creditgraph.pipeline.core import registry; registry.known_components();"
+    code += "print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from pipeline.core.settings import build_config, setting_docs, type_text
+from creditgraph.pipeline.core.settings import build_config, setting_docs, type_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.component import Context
-from pipeline.core.errors import RunError
-from pipeline.core.ranks import Ranks
-from pipeline.core.streams import Stream, counter_seed, counter_uniform, key_of, mix64
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.core.streams import Stream, counter_seed, counter_uniform, key_of, mix64
 
 UIDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import toy_graph as toy
 
-from pipeline.core.graph import Graph
-from pipeline.run.checkpoint import CheckpointSettings, numbered
-from pipeline.run.executor import Executor, RunSettings
-from pipeline.run.node_runner import NodeFailure
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.run.checkpoint import CheckpointSettings, numbered
+from creditgraph.pipeline.run.executor import Executor, RunSettings
+from creditgraph.pipeline.run.node_runner import NodeFailure
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 
 class Writes:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.core.encoding import decode, encode
-from pipeline.core.errors import RunError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, TrainReport, Weights
-from pipeline.run.checkpoint import (
+from creditgraph.pipeline.core.encoding import decode, encode
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, TrainReport, Weights
+from creditgraph.pipeline.run.checkpoint import (
     FORMAT,
     Checkpoints,
     CheckpointSettings,
@@ -165,7 +165,12 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, damage
     [
         ("manifest.json", f'"format": {FORMAT}', f'"format": {FORMAT - 1}', f"checkpoint format {FORMAT}, got "),
         ("manifest.json", f'"format": {FORMAT}', f'"format": {FORMAT + 1}', f"checkpoint format {FORMAT}, got "),
-        ("state.json", "payloads:Rewards", "payloads:Prizes", "payload class 'pipeline.core.payloads:Prizes'"),
+        (
+            "state.json",
+            "payloads:Rewards",
+            "payloads:Prizes",
+            "payload class 'creditgraph.pipeline.core.payloads:Prizes'",
+        ),
     ],
 )
 def test_another_version_s_checkpoint_ends_the_run_and_does_not_start_it_again(tmp_path, file, old, new, sentence):
@@ -284,7 +289,7 @@ def test_a_failed_write_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeline.run.checkpoint.save_file", full)
+    monkeypatch.setattr("creditgraph.pipeline.run.checkpoint.save_file", full)
     with pytest.raises(
         RunError, match=r"000002: cannot be written \(No space left on device\): the disk is full; free some space"
     ):

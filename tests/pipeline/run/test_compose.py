@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.core.errors import ConfigError, GraphError
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 NAMES = [
     "plain",

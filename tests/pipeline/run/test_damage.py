@@ -7,10 +7,10 @@ import logging
 import pytest
 import toy_graph as toy
 
-from pipeline.app.report.source import read_run
-from pipeline.core.errors import DataError, RunError
-from pipeline.run.checkpoint import manifest_checksum
-from pipeline.run.recording import read_payload
+from creditgraph.pipeline.app.report.source import read_run
+from creditgraph.pipeline.core.errors import DataError, RunError
+from creditgraph.pipeline.run.checkpoint import manifest_checksum
+from creditgraph.pipeline.run.recording import read_payload
 
 
 def change_state(folder, change):

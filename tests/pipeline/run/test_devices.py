@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import toy_graph as toy
 
-from pipeline.core.errors import ConfigError
-from pipeline.core.ranks import Ranks, same_device
-from pipeline.run.distributed.processes import _check_own_gpus
-from pipeline.run.distributed.team import DistributedError, Team
-from pipeline.run.executor import Executor, RunSettings
-from pipeline.run.run_settings import resolve_device
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.ranks import Ranks, same_device
+from creditgraph.pipeline.run.distributed.processes import _check_own_gpus
+from creditgraph.pipeline.run.distributed.team import DistributedError, Team
+from creditgraph.pipeline.run.executor import Executor, RunSettings
+from creditgraph.pipeline.run.run_settings import resolve_device
 
 
 class Gpus:

@@ -7,17 +7,17 @@ import pytest
 import torch
 import toy_graph as toy
 
-from pipeline.core.component import Component, ModelSpec
-from pipeline.core.errors import ConfigError, CreditgraphError
-from pipeline.core.graph import Graph
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Rewards, Weights
-from pipeline.core.sockets import Wire
-from pipeline.run.compose.experiment import Experiment
-from pipeline.run.executor import Executor, RunSettings
-from pipeline.run.node_runner import ContractError, NodeFailure
-from pipeline.run.run_directory import RunDirectory
-from pipeline.run.session import GraphSession
+from creditgraph.pipeline.core.component import Component, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Rewards, Weights
+from creditgraph.pipeline.core.sockets import Wire
+from creditgraph.pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.executor import Executor, RunSettings
+from creditgraph.pipeline.run.node_runner import ContractError, NodeFailure
+from creditgraph.pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.run.session import GraphSession
 
 
 def run_in_memory(graph, iterations=5, overlap=False):

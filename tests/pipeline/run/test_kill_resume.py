@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import toy_graph as toy
 
-from pipeline.run.checkpoint import Checkpoints
+from creditgraph.pipeline.run.checkpoint import Checkpoints
 
 TOY = Path(__file__).parents[1] / "toys" / "toy_graph.py"
 ITERATIONS = 11

@@ -6,11 +6,11 @@ import pytest
 import torch
 import toy_graph as toy
 
-from pipeline.core.errors import LostError
-from pipeline.core.graph import Graph
-from pipeline.run.checkpoint import CheckpointSettings
-from pipeline.run.executor import Executor, RunSettings
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.core.errors import LostError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.run.checkpoint import CheckpointSettings
+from creditgraph.pipeline.run.executor import Executor, RunSettings
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 
 class Lossy(toy.Score):

@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from pipeline.core.component import Component, Context
-from pipeline.core.sockets import Node
-from pipeline.run.node_runner import NodeRunner
-from pipeline.run.placement import _fold, _unpacked
-from pipeline.run.timeline.memory import peak_memory
+from creditgraph.pipeline.core.component import Component, Context
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.run.node_runner import NodeRunner
+from creditgraph.pipeline.run.placement import _fold, _unpacked
+from creditgraph.pipeline.run.timeline.memory import peak_memory
 
 
 class Gpu:

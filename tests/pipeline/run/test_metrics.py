@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from pipeline.core.errors import RunError
-from pipeline.run.metrics import JsonLines, read_lines, read_metrics, unreadable_lines
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.run.metrics import JsonLines, read_lines, read_metrics, unreadable_lines
 
 
 def test_lines_are_there_at_once_and_nan_is_null(tmp_path):

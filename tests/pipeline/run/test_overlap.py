@@ -6,7 +6,7 @@ import threading
 import pytest
 import toy_graph as toy
 
-from pipeline.run.executor import Executor, RunSettings
+from creditgraph.pipeline.run.executor import Executor, RunSettings
 
 
 def stable(path):

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pipeline.core.component import Component, ModelSpec
-from pipeline.core.encoding import decode
-from pipeline.core.errors import ConfigError
-from pipeline.core.graph import Graph, build_graph
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import TokenLogprobs, TrainReport
-from pipeline.core.sockets import Node
-from pipeline.core.trace import NO_TRACE
-from pipeline.run.distributed.team import Collectives, Ranks, Team
-from pipeline.run.executor import Executor
-from pipeline.run.node_runner import NodeReport
-from pipeline.run.placement import RankView
-from pipeline.run.run_settings import RunSettings
+from creditgraph.pipeline.core.component import Component, ModelSpec
+from creditgraph.pipeline.core.encoding import decode
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.graph import Graph, build_graph
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import TokenLogprobs, TrainReport
+from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.core.trace import NO_TRACE
+from creditgraph.pipeline.run.distributed.team import Collectives, Ranks, Team
+from creditgraph.pipeline.run.executor import Executor
+from creditgraph.pipeline.run.node_runner import NodeReport
+from creditgraph.pipeline.run.placement import RankView
+from creditgraph.pipeline.run.run_settings import RunSettings
 
 said = []
 NOTHING = TrainReport(metrics={}, seconds={})

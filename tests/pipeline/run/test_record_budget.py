@@ -5,9 +5,9 @@ import logging
 import pytest
 import toy_graph as toy
 
-from pipeline.run import checkpoint
-from pipeline.run.recorder import RecordSettings
-from pipeline.run.recording import recorded_iterations, recorded_sums, removed_records
+from creditgraph.pipeline.run import checkpoint
+from creditgraph.pipeline.run.recorder import RecordSettings
+from creditgraph.pipeline.run.recording import recorded_iterations, recorded_sums, removed_records
 
 SMALL = RecordSettings(keep_gb=30e-6)  # a few iterations of the toy graph
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, DataError, RunError
-from pipeline.core.graph import Graph, Node
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, TrainReport, Weights
-from pipeline.run.recorder import Recorder, RecordSettings
-from pipeline.run.recording import from_arrow, read_payload, to_arrow, write_payload
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
+from creditgraph.pipeline.core.graph import Graph, Node
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Batch, Credit, Prompts, Rewards, TrainReport, Weights
+from creditgraph.pipeline.run.recorder import Recorder, RecordSettings
+from creditgraph.pipeline.run.recording import from_arrow, read_payload, to_arrow, write_payload
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,7 +200,7 @@ def test_recorder_writes_chosen_outputs_of_every_nth_iteration(tmp_path):
     made.close()
     assert sorted(p.name for p in (tmp_path / "maker.rewards").iterdir()) == [f"{i:06d}.parquet" for i in (0, 2, 4)]
     assert json.loads((tmp_path / "maker.weights" / "000004.json").read_text()) == {
-        "class": "pipeline.core.payloads:Weights",
+        "class": "creditgraph.pipeline.core.payloads:Weights",
         "iteration": 4,
         "version": 4,
     }

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.app.cli import main
-from pipeline.run.checkpoint import load
-from pipeline.run.metrics import read_metrics
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.run.checkpoint import load
+from creditgraph.pipeline.run.metrics import read_metrics
 
 SETTINGS = [
     "recipe=toy_grpo",

@@ -2,12 +2,12 @@
 
 import torch
 
-from pipeline.core.sockets import Wire
-from pipeline.run.checkpoint import CheckpointSettings
-from pipeline.run.compose.experiment import build_experiment
-from pipeline.run.executor import Executor, RunSettings
-from pipeline.run.replay import Replay
-from pipeline.run.run_directory import RunDirectory
+from creditgraph.pipeline.core.sockets import Wire
+from creditgraph.pipeline.run.checkpoint import CheckpointSettings
+from creditgraph.pipeline.run.compose.experiment import build_experiment
+from creditgraph.pipeline.run.executor import Executor, RunSettings
+from creditgraph.pipeline.run.replay import Replay
+from creditgraph.pipeline.run.run_directory import RunDirectory
 
 NODES = {
     "source": {"use": "toy_graph:Source"},

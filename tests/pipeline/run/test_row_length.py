@@ -2,13 +2,13 @@
 
 import pytest
 
-from components.engine.base import EnginePolicy
-from components.models.load import check_context, context_length
-from pipeline.core.component import ModelSpec
-from pipeline.core.errors import CreditgraphError, GraphError
-from pipeline.core.jagged import Jagged
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.compose.row_length import TEMPLATE_TOKENS
+from creditgraph.components.engine.base import EnginePolicy
+from creditgraph.components.models.load import check_context, context_length
+from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import CreditgraphError, GraphError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.compose.row_length import TEMPLATE_TOKENS
 
 
 class LongContext:

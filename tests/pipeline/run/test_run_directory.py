@@ -11,9 +11,9 @@ import pytest
 import toy_graph as toy
 import yaml
 
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.settings import place_settings
-from pipeline.run.run_directory import RunDirectory, differences, lock_holder, locked, write_aside, writing
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.settings import place_settings
+from creditgraph.pipeline.run.run_directory import RunDirectory, differences, lock_holder, locked, write_aside, writing
 
 CONFIG = {
     "run": {"seed": 0, "iterations": 5},
@@ -234,8 +234,8 @@ def fill(path):
 
 
 def train(path, observer):
-    from pipeline.run.checkpoint import CheckpointSettings
-    from pipeline.run.executor import Executor, RunSettings
+    from creditgraph.pipeline.run.checkpoint import CheckpointSettings
+    from creditgraph.pipeline.run.executor import Executor, RunSettings
 
     settings = RunSettings(iterations=6, checkpoint=CheckpointSettings(every=2))
     with (

@@ -10,12 +10,12 @@ from collections import defaultdict
 import pytest
 import toy_graph as toy
 
-from pipeline.run.distributed.team import Team
-from pipeline.run.metrics import read_metrics
-from pipeline.run.timeline import clocks, files, heartbeat, spans
-from pipeline.run.timeline.files import cut_torn_line, read_trace, trace_files
-from pipeline.run.timeline.heartbeat import where
-from pipeline.run.timeline.spans import Timeline, TraceSettings
+from creditgraph.pipeline.run.distributed.team import Team
+from creditgraph.pipeline.run.metrics import read_metrics
+from creditgraph.pipeline.run.timeline import clocks, files, heartbeat, spans
+from creditgraph.pipeline.run.timeline.files import cut_torn_line, read_trace, trace_files
+from creditgraph.pipeline.run.timeline.heartbeat import where
+from creditgraph.pipeline.run.timeline.spans import Timeline, TraceSettings
 
 
 def spans_of(run):

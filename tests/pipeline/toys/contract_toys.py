@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import torch
 
-from pipeline.core.component import Component, same_rows
-from pipeline.core.handles import Policy
-from pipeline.core.payloads import Prompts, Rewards, Weights
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Weights
 
 
 @dataclass(frozen=True, kw_only=True)

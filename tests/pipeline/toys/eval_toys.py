@@ -3,7 +3,7 @@
 import os
 import signal
 
-from components.verifier.exact import Exact
+from creditgraph.components.verifier.exact import Exact
 
 
 class LoggedExact(Exact):

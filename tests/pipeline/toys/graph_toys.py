@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pipeline.core.component import Component, same_rows
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, StepErrors, TrainReport, Trajectories, Weights
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.payloads import (
+    Batch,
+    Credit,
+    Prompts,
+    Rewards,
+    StepErrors,
+    TrainReport,
+    Trajectories,
+    Weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import colorsys  # noqa: F401
 
-from components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.group import GroupAdvantage
 
 
 class Heavy(GroupAdvantage):

@@ -20,11 +20,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
-from pipeline.core.component import Component, Count, ModelSpec
-from pipeline.core.errors import DataError
-from pipeline.core.graph import Graph, Node, Wire
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Prompts, Rewards, TrainReport, Weights, check_aligned
+from creditgraph.pipeline.core.component import Component, Count, ModelSpec
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.graph import Graph, Node, Wire
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, TrainReport, Weights, check_aligned
 
 BATCH = 6
 
@@ -220,14 +220,14 @@ def make_graph(options):
 
 
 def work(options):
-    from pipeline.app.commands.train import train
-    from pipeline.core.errors import CreditgraphError
-    from pipeline.run.checkpoint import CheckpointSettings
-    from pipeline.run.compose.experiment import Experiment
-    from pipeline.run.distributed.processes import run_together
-    from pipeline.run.distributed.team import plan_ranks, rendezvous
-    from pipeline.run.metrics import WandbSettings
-    from pipeline.run.run_settings import RunSettings
+    from creditgraph.pipeline.app.commands.train import train
+    from creditgraph.pipeline.core.errors import CreditgraphError
+    from creditgraph.pipeline.run.checkpoint import CheckpointSettings
+    from creditgraph.pipeline.run.compose.experiment import Experiment
+    from creditgraph.pipeline.run.distributed.processes import run_together
+    from creditgraph.pipeline.run.distributed.team import plan_ranks, rendezvous
+    from creditgraph.pipeline.run.metrics import WandbSettings
+    from creditgraph.pipeline.run.run_settings import RunSettings
 
     graph, path = make_graph(options), Path(options.path)
     run = RunSettings(

@@ -3,7 +3,7 @@
 import pyarrow.parquet as pq
 import yaml
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 SUITE = {
     "title": "Small",

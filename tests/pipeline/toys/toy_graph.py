@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from pipeline.core.component import Component
-from pipeline.core.graph import Graph, Node, Wire
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Rewards, TrainReport, Weights
+from creditgraph.pipeline.core.component import Component
+from creditgraph.pipeline.core.graph import Graph, Node, Wire
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, TrainReport, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +198,9 @@ def make_graph(delay=1, sleep=0.0, score_fails=-1, learn_fails=-1):
 
 
 def train(path, iterations, delay=1, overlap=True, sleep=0.0, every=3, **settings):
-    from pipeline.run.checkpoint import CheckpointSettings
-    from pipeline.run.executor import Executor, RunSettings
-    from pipeline.run.run_directory import RunDirectory
+    from creditgraph.pipeline.run.checkpoint import CheckpointSettings
+    from creditgraph.pipeline.run.executor import Executor, RunSettings
+    from creditgraph.pipeline.run.run_directory import RunDirectory
 
     run_settings = RunSettings(
         iterations=iterations, overlap=overlap, checkpoint=CheckpointSettings(every=every), **settings
@@ -216,7 +216,7 @@ def train(path, iterations, delay=1, overlap=True, sleep=0.0, every=3, **setting
 
 def kill_at(what, count):
     """Arms a SIGKILL of this process inside the checkpoint code."""
-    import pipeline.run.checkpoint as checkpoint
+    import creditgraph.pipeline.run.checkpoint as checkpoint
 
     seen = {"write": 0, "rename": 0}
     save_file, replace = checkpoint.save_file, os.replace

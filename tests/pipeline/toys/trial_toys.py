@@ -8,9 +8,9 @@ from typing import Annotated
 
 import torch
 
-from pipeline.core.component import Component, same_rows
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Rewards, Trajectories
+from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

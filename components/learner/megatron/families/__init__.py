@@ -1,9 +1,9 @@
 """The model types that `learner.megatron` trains; a family is one file here and one line per model type."""
 
-from components.learner.megatron.families.family import Family
-from components.learner.megatron.families.llama import LLAMA
-from components.learner.megatron.families.olmo import OLMO
-from components.learner.megatron.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from creditgraph.components.learner.megatron.families.family import Family
+from creditgraph.components.learner.megatron.families.llama import LLAMA
+from creditgraph.components.learner.megatron.families.olmo import OLMO
+from creditgraph.components.learner.megatron.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 # Model type of transformers' configuration → family.
 FAMILIES: dict[str, Family] = {

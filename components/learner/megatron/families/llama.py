@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from mbridge.models.llama import LLaMABridge
 
-from components.learner.megatron.families.family import Family
+from creditgraph.components.learner.megatron.families.family import Family
 
 LLAMA = Family(LLaMABridge)

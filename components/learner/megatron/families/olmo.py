@@ -15,8 +15,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from components.learner.megatron.families.family import Family
-from components.learner.megatron.layers.parts import Parts
+from creditgraph.components.learner.megatron.families.family import Family
+from creditgraph.components.learner.megatron.layers.parts import Parts
 
 LAYER = "model.layers.{layer_number}."
 

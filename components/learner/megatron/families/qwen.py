@@ -9,8 +9,8 @@ from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 
-from components.learner.megatron.experts import expert_settings
-from components.learner.megatron.families.family import Family
+from creditgraph.components.learner.megatron.experts import expert_settings
+from creditgraph.components.learner.megatron.families.family import Family
 
 LAYER = "model.layers.{layer_number}.mlp."
 

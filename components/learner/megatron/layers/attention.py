@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from components.learner.measure import measure, report
-from components.learner.megatron.settings import Kernel
-from components.learner.packing.attention import PackedLayout, make_layout, packed_attention
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.measure import measure, report
+from creditgraph.components.learner.megatron.settings import Kernel
+from creditgraph.components.learner.packing.attention import PackedLayout, make_layout, packed_attention
+from creditgraph.pipeline.core.errors import ConfigError
 
 # Rows that the kernels are compared on.
 ROWS = 4

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from components.learner.megatron.layers.parts import Parts
-from components.learner.megatron.settings import Fp8, ParallelLayout
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.megatron.layers.parts import Parts
+from creditgraph.components.learner.megatron.settings import Fp8, ParallelLayout
+from creditgraph.pipeline.core.errors import ConfigError
 
 
 def fp8_fields(settings: Fp8) -> dict[str, Any]:

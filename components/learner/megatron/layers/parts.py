@@ -11,9 +11,9 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from components.learner.megatron.attention import RMSNorm
-from components.learner.megatron.settings import LayerSettings
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.megatron.attention import RMSNorm
+from creditgraph.components.learner.megatron.settings import LayerSettings
+from creditgraph.pipeline.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged
 
 BLOCK = 64
 

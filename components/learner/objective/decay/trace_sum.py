@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from components.learner.objective.decay.scan import map_rows, scan
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective.decay.scan import map_rows, scan
+from creditgraph.pipeline.core.jagged import Jagged
 
 Style = Literal["recent", "both", "weight_floor", "uniform"]
 

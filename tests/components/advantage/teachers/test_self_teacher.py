@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from components.advantage.group import GroupAdvantage
-from components.advantage.teachers.self_teacher import SelfTeacher, magnitude
-from pipeline.core.errors import GraphError
-from pipeline.core.handles import Scores
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.teachers.self_teacher import SelfTeacher, magnitude
+from creditgraph.pipeline.core.errors import GraphError
+from creditgraph.pipeline.core.handles import Scores
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_wires_and_settings():
 
 
 def test_with_the_embedded_model(tiny):
-    from components.rewards.outcome import Outcome
-    from components.sampler.chains import Chains
-    from components.verifier.exact import Exact
+    from creditgraph.components.rewards.outcome import Outcome
+    from creditgraph.components.sampler.chains import Chains
+    from creditgraph.components.verifier.exact import Exact
 
     limits = {"max_tokens": 120, "mode": "thought", "temperature": 1.0}
     fresh = tiny.start(Chains, group_size=4, **limits).run(prompts=tiny.prompts, policy=tiny.policy).trajectories

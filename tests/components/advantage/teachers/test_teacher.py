@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from components.advantage.teachers.teacher import Teacher
-from components.engine.local.engine import LocalEngine
-from components.models.load import resolve_model_path
-from components.sampler.chains import Chains
-from pipeline.app.cli import main
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import DataError, GraphError
-from pipeline.core.jagged import Jagged
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.advantage.teachers.teacher import Teacher
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.components.sampler.chains import Chains
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import DataError, GraphError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 
 @pytest.fixture(scope="module")

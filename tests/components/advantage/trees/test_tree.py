@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from components.advantage.group import group_advantage
-from components.advantage.trees.paths import TreePaths
-from components.advantage.trees.siblings import TreeSiblings
-from components.advantage.trees.tree import (
+from creditgraph.components.advantage.group import group_advantage
+from creditgraph.components.advantage.trees.paths import TreePaths
+from creditgraph.components.advantage.trees.siblings import TreeSiblings
+from creditgraph.components.advantage.trees.tree import (
     node_values,
     once_mask,
     parent_values,
@@ -17,8 +17,8 @@ from components.advantage.trees.tree import (
     sibling_advantage,
     tree_of,
 )
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def _batch(toolbox, parent, inherited, length, group=None, logprob=None, first_uid=1000):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.engine.local.lean import LeanDecoder
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.local.lean import LeanDecoder
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 
 @pytest.fixture

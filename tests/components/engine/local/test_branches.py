@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Policy
-from pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def _ragged(seed=0, trunks=5, branches=23):

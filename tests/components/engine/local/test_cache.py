@@ -5,10 +5,10 @@ import weakref
 import pytest
 import torch
 
-from components.engine.local import engine
-from components.engine.local.cache import ON_CPU, GroupCache, tokens_in_free_memory
-from components.engine.local.decoder import TransformersDecoder
-from components.engine.local.lean import LeanDecoder
+from creditgraph.components.engine.local import engine
+from creditgraph.components.engine.local.cache import ON_CPU, GroupCache, tokens_in_free_memory
+from creditgraph.components.engine.local.decoder import TransformersDecoder
+from creditgraph.components.engine.local.lean import LeanDecoder
 
 LAYERS, HEADS, DIM = 5, 2, 4
 

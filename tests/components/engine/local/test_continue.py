@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine.messages import BadResponse, RowResponse
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.handles import Progress, Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import counter_seed
+from creditgraph.components.engine.messages import BadResponse, RowResponse
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.handles import Progress, Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import counter_seed
 
 
 def load_rows_tests():

@@ -4,15 +4,15 @@ import pytest
 import torch
 from slow_generation import slow_generation
 
-from components.engine.local.cache import entries_of
-from components.engine.local.decoder import TransformersDecoder
-from components.engine.local.generate import _compacted
-from components.engine.local.lean import LeanDecoder
-from components.engine.local.waves import waves
-from pipeline.core.errors import ConfigError, CreditgraphError
-from pipeline.core.handles import Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.local.cache import entries_of
+from creditgraph.components.engine.local.decoder import TransformersDecoder
+from creditgraph.components.engine.local.generate import _compacted
+from creditgraph.components.engine.local.lean import LeanDecoder
+from creditgraph.components.engine.local.waves import waves
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError
+from creditgraph.pipeline.core.handles import Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 KINDS = ["qwen2", "qwen3", "llama", "llama3", "gpt2", "gemma2"]
 
@@ -122,12 +122,12 @@ def test_results_do_not_depend_on_the_cut_or_on_other_rows(settings, start, prom
 def test_rows_that_ended_may_stay_for_some_steps(start, prompts, ask, monkeypatch):
     rows = [p for p in prompts for _ in range(3)]
     at_once = ask(start()[0], rows, **THOUGHTS)
-    monkeypatch.setattr("components.engine.local.generate.LOOK_EVERY", {"cpu": 7, "cuda": 7})
+    monkeypatch.setattr("creditgraph.components.engine.local.generate.LOOK_EVERY", {"cpu": 7, "cuda": 7})
     late = ask(start()[0], rows, **THOUGHTS)
     assert at_once.tokens.to_lists() == late.tokens.to_lists()
     assert at_once.thought_ends.to_lists() == late.thought_ends.to_lists()
     assert at_once.finish_reason == late.finish_reason
-    monkeypatch.setattr("components.engine.local.generate.LEAVE_SHARE", 2.0)
+    monkeypatch.setattr("creditgraph.components.engine.local.generate.LEAVE_SHARE", 2.0)
     # A row at the end of the context (learned positions) stays beside one that goes on.
     done = ask(start("gpt2")[0], [[5] * 94, [6]], temperature=0.0, max_tokens=60)
     assert done.finish_reason[0] == "length"

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from components.engine.local import batches
-from components.engine.local.sampling import draw, inverse_cdf, truncate
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import counter_uniform
+from creditgraph.components.engine.local import batches
+from creditgraph.components.engine.local.sampling import draw, inverse_cdf, truncate
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import counter_uniform
 
 
 def test_inverse_cdf_by_hand():

@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine.base import Limits
-from components.engine.channel import ChannelSettings, FileChannel, Update
-from components.engine.guard import descendants
-from components.engine.rows import Rows
-from components.engine.served.addresses import Address
-from components.engine.served.dialect import ServedModel
-from components.engine.served.pool import ServerPool
-from components.engine.served.process import Launch
-from components.engine.served.settings import PoolSettings
-from components.engine.served.transfer import Transfer
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.settings import VllmSettings
-from components.text.stops import TokenText
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
-from pipeline.core.streams import counter_seed
+from creditgraph.components.engine.base import Limits
+from creditgraph.components.engine.channel import ChannelSettings, FileChannel, Update
+from creditgraph.components.engine.guard import descendants
+from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served.addresses import Address
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.served.pool import ServerPool
+from creditgraph.components.engine.served.process import Launch
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.components.engine.served.transfer import Transfer
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.components.text.stops import TokenText
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.streams import counter_seed
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 SPEC = importlib.util.spec_from_file_location("fake_vllm", FAKE)

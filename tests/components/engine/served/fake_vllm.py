@@ -36,7 +36,7 @@ def logprob_at(version: int, token: int) -> float:
 
 
 def column(kind: str, values) -> str:
-    """`components.engine.vllm.columns` as a plain loop: "i" for ids, "f" for numbers."""
+    """`creditgraph.components.engine.vllm.columns` as a plain loop: "i" for ids, "f" for numbers."""
     return base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()
 
 
@@ -71,7 +71,7 @@ def sum_of_words(data: bytes) -> int:
 
 
 def checksum_of(files: list[str]) -> str:
-    """`components.engine.weight_files.Checksum` of all tensors, as a plain loop."""
+    """`creditgraph.components.engine.weight_files.Checksum` of all tensors, as a plain loop."""
     lines = {}
     for file in files:
         raw = Path(file).read_bytes()

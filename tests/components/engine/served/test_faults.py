@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine import guard
-from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.guard import descendants
-from components.engine.served.pool import AllServersLost
-from components.engine.served.process import Launch, ServerProcess
-from pipeline.core.errors import CreditgraphError, RunError
+from creditgraph.components.engine import guard
+from creditgraph.components.engine.channel import ChannelSettings, FileChannel
+from creditgraph.components.engine.guard import descendants
+from creditgraph.components.engine.served.pool import AllServersLost
+from creditgraph.components.engine.served.process import Launch, ServerProcess
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError
 
 
 def test_one_of_three_killed_while_it_generates(fleet):
@@ -159,7 +159,7 @@ def test_a_server_without_the_new_weights_is_not_asked(fleet, kind):
 
 
 def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
-    from components.engine import channel
+    from creditgraph.components.engine import channel
 
     run = fleet(1, restarts=0)
     run.load(1)
@@ -210,7 +210,7 @@ def test_weights_whose_writing_fails_half_way_stop_the_run_in_words(fleet, monke
     def full(file, tensors):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("components.engine.channel.write_file", full)
+    monkeypatch.setattr("creditgraph.components.engine.channel.write_file", full)
     with pytest.raises(
         RunError, match=r"weights version 2: expected room for two versions .*set engine\.channel\.path to a folder"
     ):

@@ -12,17 +12,17 @@ import httpx
 import pytest
 from http_server import serving
 
-from components.engine.served.addresses import Address, find_servers, read_key
-from components.engine.served.connection import new_client
-from components.engine.served.dialect import ServedModel
-from components.engine.served.process import KEY_VARIABLE
-from components.engine.served.settings import ServerSettings
-from components.engine.sglang.dialect import SGLangDialect
-from components.engine.sglang.settings import SGLangSettings
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.key import KeyMiddleware
-from components.engine.vllm.settings import VllmSettings
-from pipeline.core.errors import ConfigError, RunError
+from creditgraph.components.engine.served.addresses import Address, find_servers, read_key
+from creditgraph.components.engine.served.connection import new_client
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.served.process import KEY_VARIABLE
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.sglang.dialect import SGLangDialect
+from creditgraph.components.engine.sglang.settings import SGLangSettings
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.engine.vllm.key import KeyMiddleware
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.pipeline.core.errors import ConfigError, RunError
 
 KEY = "k" * 32
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from components.engine.messages import ScoreRequest, group_of
-from components.engine.served.addresses import Address, find_servers, read_rendezvous
-from components.engine.served.settings import ServerSettings
-from components.engine.vllm.settings import VllmSettings
-from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.core.handles import ThoughtLimits
+from creditgraph.components.engine.messages import ScoreRequest, group_of
+from creditgraph.components.engine.served.addresses import Address, find_servers, read_rendezvous
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.core.handles import ThoughtLimits
 
 
 def test_every_row_is_sampled_and_a_group_stays_on_one_server(fleet):
@@ -64,7 +64,7 @@ def test_rows_that_converse_wait_for_no_other_and_survive_a_server(fleet):
 
 
 def test_more_rows_than_threads_converse(fleet, monkeypatch):
-    monkeypatch.setattr("components.engine.served.pool._MAX_THREADS", 1)
+    monkeypatch.setattr("creditgraph.components.engine.served.pool._MAX_THREADS", 1)
     run = fleet(1)
     run.load(1)
     rows = run.rows(3, 1, max_tokens=8)
@@ -249,7 +249,7 @@ def test_another_server_at_an_address_is_refused(fleet):
 
 
 def test_an_address_that_does_not_answer_is_said_and_soon_given_up(fleet, monkeypatch, caplog):
-    monkeypatch.setattr("components.engine.served.addresses.SAY_SECONDS", 0.2)
+    monkeypatch.setattr("creditgraph.components.engine.served.addresses.SAY_SECONDS", 0.2)
     nobody = Address(url="http://127.0.0.1:1", name="server 0")
     with pytest.raises(RunError, match=r"ready within 0\.7 s, .*Raise engine\.pool\.connect_seconds if"):
         fleet(0, addresses=[nobody], connect_seconds=0.7)
@@ -282,7 +282,7 @@ def test_a_chosen_port_that_is_taken_is_reported(fleet):
 def test_a_port_taken_before_the_server_listens_costs_another_try(fleet, monkeypatch):
     first = fleet(1)
     taken = int(first.pool.servers[0].address.url.rpartition(":")[2])
-    from components.engine.served import launched
+    from creditgraph.components.engine.served import launched
 
     ports, real = [taken], launched.free_port
     monkeypatch.setattr(launched, "free_port", lambda *host: ports.pop() if ports else real(*host))

@@ -6,25 +6,25 @@ import sys
 
 import pytest
 
-from components.engine.messages import RowRequest
-from components.engine.served.addresses import (
+from creditgraph.components.engine.messages import RowRequest
+from creditgraph.components.engine.served.addresses import (
     Address,
     find_servers,
     read_rendezvous,
     share_gpus,
     write_rendezvous,
 )
-from components.engine.served.dialect import ServedModel
-from components.engine.served.process import Launch, ServerProcess, last_lines
-from components.engine.served.settings import ServerSettings
-from components.engine.sglang import wire
-from components.engine.sglang.dialect import SGLangDialect
-from components.engine.sglang.settings import SGLangSettings
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.settings import VllmSettings
-from pipeline import ROOT
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.ranks import Ranks
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.served.process import Launch, ServerProcess, last_lines
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.sglang import wire
+from creditgraph.components.engine.sglang.dialect import SGLangDialect
+from creditgraph.components.engine.sglang.settings import SGLangSettings
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.ranks import Ranks
 
 
 def process(tmp_path, code, **environment):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from components.engine.served.addresses import read_rendezvous, write_rendezvous
+from creditgraph.components.engine.served.addresses import read_rendezvous, write_rendezvous
 
 
 def test_a_server_that_its_keeper_starts_elsewhere_comes_back(fleet, tmp_path):

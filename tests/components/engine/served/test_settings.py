@@ -5,9 +5,9 @@ import typing
 
 import pytest
 
-from components.engine.served.settings import PoolSettings
-from components.engine.sglang.engine import SGLangEngine
-from components.engine.vllm.engine import VllmEngine
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.components.engine.sglang.engine import SGLangEngine
+from creditgraph.components.engine.vllm.engine import VllmEngine
 
 
 def places(settings, prefix=""):

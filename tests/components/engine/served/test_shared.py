@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from components.engine.channel import ChannelSettings
-from components.engine.served.servers import Servers
-from components.engine.served.settings import PoolSettings, ServerSettings
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.payloads import Weights
-from pipeline.core.ranks import Ranks
+from creditgraph.components.engine.channel import ChannelSettings
+from creditgraph.components.engine.served.servers import Servers
+from creditgraph.components.engine.served.settings import PoolSettings, ServerSettings
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.ranks import Ranks
 
 
 class Replica:

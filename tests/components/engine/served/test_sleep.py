@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from components.engine.served.settings import ServerSettings
-from components.engine.sglang.engine import SGLangEngine
-from components.engine.vllm.engine import VllmEngine
-from components.engine.vllm.in_process import InProcess
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, RunError
+from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.sglang.engine import SGLangEngine
+from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.components.engine.vllm.in_process import InProcess
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, RunError
 
 
 def calls(run):

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from components.engine.bucket import cut, gpu_id, in_buckets, open_shared, share, size_of
-from components.engine.served.servers import check_kind
-from components.engine.weight_files import Checksum, checksum_of
-from pipeline.core.errors import ConfigError, CreditgraphError, DataError
+from creditgraph.components.engine.bucket import cut, gpu_id, in_buckets, open_shared, share, size_of
+from creditgraph.components.engine.served.servers import check_kind
+from creditgraph.components.engine.weight_files import Checksum, checksum_of
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError
 
 
 def test_buckets_hold_what_the_stream_yields_and_their_last_has_the_checksum():
@@ -34,7 +34,7 @@ def test_memory_of_a_gpu_is_shared_by_its_handle(monkeypatch):
 
     from torch.multiprocessing import reductions
 
-    monkeypatch.setattr("components.engine.bucket.gpu_id", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr("creditgraph.components.engine.bucket.gpu_id", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: type("S", (), {"synchronize": lambda self: None})()
     )

@@ -14,17 +14,23 @@ import httpx
 import pytest
 import torch
 
-from components.engine.bucket import in_buckets
-from components.engine.channel import Update
-from components.engine.group import Meeting
-from components.engine.messages import BadResponse, RowRequest, ScoreRequest, check_score
-from components.engine.served.dialect import ServedModel, ServerError
-from components.engine.sglang import wire
-from components.engine.sglang.checks import expected_hashes, first_difference, hash_on_cpu, hash_on_gpu, parts_of
-from components.engine.sglang.dialect import SGLangDialect
-from components.engine.sglang.settings import SGLangSettings
-from components.engine.weight_files import Checksum
-from pipeline.core.errors import ConfigError
+from creditgraph.components.engine.bucket import in_buckets
+from creditgraph.components.engine.channel import Update
+from creditgraph.components.engine.group import Meeting
+from creditgraph.components.engine.messages import BadResponse, RowRequest, ScoreRequest, check_score
+from creditgraph.components.engine.served.dialect import ServedModel, ServerError
+from creditgraph.components.engine.sglang import wire
+from creditgraph.components.engine.sglang.checks import (
+    expected_hashes,
+    first_difference,
+    hash_on_cpu,
+    hash_on_gpu,
+    parts_of,
+)
+from creditgraph.components.engine.sglang.dialect import SGLangDialect
+from creditgraph.components.engine.sglang.settings import SGLangSettings
+from creditgraph.components.engine.weight_files import Checksum
+from creditgraph.pipeline.core.errors import ConfigError
 
 # One process of SGLang for all of these tests.
 pytestmark = pytest.mark.xdist_group("sglang")

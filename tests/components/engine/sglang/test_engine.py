@@ -10,23 +10,23 @@ import httpx
 import pytest
 import torch
 
-from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.local.engine import LocalEngine
-from components.engine.messages import RowRequest
-from components.engine.served.dialect import ServerError
-from components.engine.served.pool import AllServersLost
-from components.engine.served.settings import PoolSettings
-from components.engine.sglang import dialect as dialect_module
-from components.engine.sglang import wire
-from components.engine.sglang.engine import SGLangEngine
-from components.engine.sglang.settings import ProcessSettings
-from components.tasks import TASKS, chains
-from pipeline.app.cli import main
-from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError, RunError
-from pipeline.core.handles import Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.channel import ChannelSettings, FileChannel
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.engine.messages import RowRequest
+from creditgraph.components.engine.served.dialect import ServerError
+from creditgraph.components.engine.served.pool import AllServersLost
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.components.engine.sglang import dialect as dialect_module
+from creditgraph.components.engine.sglang import wire
+from creditgraph.components.engine.sglang.engine import SGLangEngine
+from creditgraph.components.engine.sglang.settings import ProcessSettings
+from creditgraph.components.tasks import TASKS, chains
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.handles import Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 CHAINS = TASKS["chains"]
 
@@ -77,8 +77,8 @@ class Pair:
 
     def weights(self, noise=0.0):
         """The next version: the embedded model's weights with relative noise."""
-        from components.models.load import load_causal_lm
-        from pipeline.core.component import ModelSpec
+        from creditgraph.components.models.load import load_causal_lm
+        from creditgraph.pipeline.core.component import ModelSpec
 
         self.version += 1
         generator = torch.Generator().manual_seed(self.version)
@@ -218,7 +218,7 @@ def test_a_server_is_asked_for_hashes_once_and_gives_memory_back_only_where_it_w
         options = {"base_url": pair.address, "headers": pair.headers, "timeout": 60.0, "trust_env": False}
         async with httpx.AsyncClient(**options) as client:
             monkeypatch.setattr(
-                "components.engine.sglang.dialect.call", saying_that_it_saves_memory(dialect_module.call)
+                "creditgraph.components.engine.sglang.dialect.call", saying_that_it_saves_memory(dialect_module.call)
             )
             await dialect.sleep(client)
             await dialect.wake(client, weights=True)

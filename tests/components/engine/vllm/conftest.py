@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from components.engine.guard import descendants
-from components.engine.served.addresses import check_port, free_port
-from components.engine.served.settings import PoolSettings
-from components.engine.vllm.engine import VllmEngine
-from components.engine.vllm.settings import AdapterSettings
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.guard import descendants
+from creditgraph.components.engine.served.addresses import check_port, free_port
+from creditgraph.components.engine.served.settings import PoolSettings
+from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.components.engine.vllm.settings import AdapterSettings
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.payloads import Weights
 
 CONTEXT = 192
 POOL = {"hang_seconds": 10.0, "start_seconds": 400.0, "update_seconds": 120.0}

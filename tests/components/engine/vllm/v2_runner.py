@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[4]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from vllm_pair import Pair, worker_of
 
-from components.engine.vllm import dialect, in_process
-from pipeline.core.handles import Requests, Sampling
-from pipeline.core.jagged import Jagged
+from creditgraph.components.engine.vllm import dialect, in_process
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
 
 torch.set_num_threads(1)
 CHUNK = 64

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from replicas import own_rows, run_own
 
-from components.learner.dtensors import gather
-from components.learner.hf.learner import HFLearner
-from components.learner.lora import Lora
-from components.learner.objective import KL, ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
-from pipeline.core.component import Context, ModelSpec, identity_sum
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.ranks import Ranks
-from pipeline.run.distributed.processes import swap
+from creditgraph.components.learner.dtensors import gather
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.learner.objective import KL, ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.pipeline.core.component import Context, ModelSpec, identity_sum
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.distributed.processes import swap
 
 
 def beside(name: str) -> Any:
@@ -91,7 +91,7 @@ def train(folder: str, size: int, cases: dict[str, dict[str, Any]], dtype: str =
 
 def memory(folder: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Elements that this rank holds of weights, gradients and moments; the largest read and export at once."""
-    from components.learner.hf import files
+    from creditgraph.components.learner.hf import files
 
     read, real = [], files._read
 
@@ -149,9 +149,9 @@ def refused(folder: str, settings: dict[str, Any], target: str = "") -> str:
 
 def critic(folder: str, size: int, target: str = "") -> dict[str, Any]:
     """Values of this replica's rows in three steps of a critic; with a folder, resumed after two."""
-    from components.learner.hf.critic import Critic
-    from components.segmenter.fixed import fixed_ends
-    from pipeline.core.payloads import Rewards, Segments
+    from creditgraph.components.learner.hf.critic import Critic
+    from creditgraph.components.segmenter.fixed import fixed_ends
+    from creditgraph.pipeline.core.payloads import Rewards, Segments
 
     like = learner_of(folder, {"fsdp_size": 1}).context
 

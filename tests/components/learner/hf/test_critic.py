@@ -9,19 +9,19 @@ import torch
 from replicas import Threads
 from safetensors.torch import load_file
 
-from components.advantage.gae import GAE
-from components.learner.hf.critic import Critic, ValueClip
-from components.learner.objective import LossInputs, Meters
-from components.learner.optimizer import OptimizerSettings
-from components.rollouts.segments import segment_starts
-from components.segmenter.fixed import fixed_ends
-from pipeline.app.cli import main
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.encoding import decode, encode
-from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Rewards, Segments
-from pipeline.run.metrics import read_metrics
+from creditgraph.components.advantage.gae import GAE
+from creditgraph.components.learner.hf.critic import Critic, ValueClip
+from creditgraph.components.learner.objective import LossInputs, Meters
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.components.rollouts.segments import segment_starts
+from creditgraph.components.segmenter.fixed import fixed_ends
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.encoding import decode, encode
+from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards, Segments
+from creditgraph.pipeline.run.metrics import read_metrics
 
 
 def critic_of(folder, **settings):

@@ -9,18 +9,18 @@ import torch
 from learner_steps import FAST, REINFORCE, distance, run, same
 from replicas import Threads, own_rows
 
-from components.learner.hf.learner import HFLearner
-from components.learner.lora import Lora
-from components.learner.objective import KL, OBJECTIVES, Importance, ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
-from pipeline.core.errors import AlignmentError, DataError
-from pipeline.core.jagged import Jagged
-from pipeline.core.settings import build_config
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.learner.objective import KL, OBJECTIVES, Importance, ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.pipeline.core.errors import AlignmentError, DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.settings import build_config
 
 
 def at_own_logprobs(learner, batch, temperature=1.0):
     """The batch with the engine log-probs that this learner computes itself."""
-    from components.learner.packing.pack import pack
+    from creditgraph.components.learner.packing.pack import pack
 
     trajectories, credit = batch
     packed = pack(trajectories.prompt_tokens, trajectories.response_tokens, torch.arange(len(trajectories)))
@@ -150,7 +150,7 @@ def test_minibatches_count_and_keep_prompts_together(make_learner, make_batch):
     out = run(learner, make_batch(rows=12))
     assert out.report.metrics["steps"] == 6
     assert learner.optimizer.schedule.step_count == 6
-    from components.learner.batch import RolloutBatch
+    from creditgraph.components.learner.batch import RolloutBatch
 
     trajectories, _ = make_batch(rows=12)
     parts = RolloutBatch(learner.config, learner.context, trajectories, 0).minibatches(epoch=0)

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.learner.hf import model as hf_model
-from components.learner.hf.model import LearnerModel
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.hf import model as hf_model
+from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.pipeline.core.errors import ConfigError
 
 SMALL = {
     "vocab_size": 42,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.learner.hf.settings import HFSettings, choose_fsdp_size
-from components.learner.lora import Lora
-from pipeline.core.errors import RunError
+from creditgraph.components.learner.hf.settings import HFSettings, choose_fsdp_size
+from creditgraph.components.learner.lora import Lora
+from creditgraph.pipeline.core.errors import RunError
 
 # How the work was cut, and how long it took, not what was learned.
 CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
@@ -142,10 +142,10 @@ def test_the_chosen_size_is_the_smallest_that_fits():
 def test_on_gpus_the_size_follows_their_memory(sharded, odd_model, monkeypatch):
     from types import SimpleNamespace
 
-    from components.learner.hf.node import chosen_size
-    from components.models.load import empty_causal_lm
-    from pipeline.core.component import Context, ModelSpec
-    from pipeline.core.ranks import Ranks
+    from creditgraph.components.learner.hf.node import chosen_size
+    from creditgraph.components.models.load import empty_causal_lm
+    from creditgraph.pipeline.core.component import Context, ModelSpec
+    from creditgraph.pipeline.core.ranks import Ranks
 
     spec = ModelSpec(path=odd_model(False))
     context = Context(device="cuda:0", ranks=Ranks(world=4, num_replicas=4), model=spec)

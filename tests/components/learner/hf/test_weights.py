@@ -4,9 +4,9 @@ import pytest
 import torch
 from learner_steps import FAST, distance, run, same
 
-from components.learner.lora import Lora
-from components.learner.objective import KL, ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.lora import Lora
+from creditgraph.components.learner.objective import KL, ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
 
 
 def test_lora_publishes_what_peft_merges(make_learner, make_batch):

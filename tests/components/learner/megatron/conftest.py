@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.models.load import EMBEDDED
+from creditgraph.components.models.load import EMBEDDED
 
 REASON = "needs megatron-core and mbridge: pip install 'creditgraph[megatron]'"
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.learner.logprobs import Head, VocabShard, token_logprobs
-from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.model import MegatronModel
-from components.learner.megatron.parallel import init_parallel
-from components.learner.megatron.settings import ParallelLayout
-from components.learner.megatron.weights import fill, parts
-from components.learner.packing.pack import PackedBatch, pack
-from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.logprobs import Head, VocabShard, token_logprobs
+from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+from creditgraph.components.learner.megatron.model import MegatronModel
+from creditgraph.components.learner.megatron.parallel import init_parallel
+from creditgraph.components.learner.megatron.settings import ParallelLayout
+from creditgraph.components.learner.megatron.weights import fill, parts
+from creditgraph.components.learner.packing.pack import PackedBatch, pack
+from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def built(
@@ -30,7 +30,7 @@ def built(
 
 def kept_bytes(path: str, sizes: dict[str, Any], most: int) -> int:
     """Bytes that a pass over rows with one prefix keeps for the backward pass, with copies up to `most` bytes."""
-    from components.learner.packing import attention
+    from creditgraph.components.learner.packing import attention
 
     own = attention.KEPT_COPIES
     attention.KEPT_COPIES = most

@@ -36,11 +36,11 @@ def quantized(path: str, sizes: dict[str, Any], prompts: Any, responses: Any) ->
     """By recipe: recipes, formats and multiples of tokens that the matrices saw, and the log-probs."""
     import torch
 
-    from components.learner.megatron.cpu import megatron_on_cpu
-    from components.learner.megatron.model import MegatronModel
-    from components.learner.megatron.parallel import init_parallel
-    from components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
-    from components.learner.packing.pack import pack
+    from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+    from creditgraph.components.learner.megatron.model import MegatronModel
+    from creditgraph.components.learner.megatron.parallel import init_parallel
+    from creditgraph.components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
+    from creditgraph.components.learner.packing.pack import pack
 
     layout, te = ParallelLayout(**sizes), sys.modules["te_torch"]
     init_parallel(layout)
@@ -80,9 +80,9 @@ def refused(path: str) -> str:
     """What is said of mxfp8 on a Hopper GPU."""
     import torch
 
-    from components.learner.megatron.model import MegatronModel
-    from components.learner.megatron.parallel import init_parallel
-    from components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
+    from creditgraph.components.learner.megatron.model import MegatronModel
+    from creditgraph.components.learner.megatron.parallel import init_parallel
+    from creditgraph.components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
 
     te, quantization = sys.modules["te_torch"], sys.modules["transformer_engine.pytorch.quantization"]
     te.CAPABILITY[:], quantization._MXFP8_SUPPORT = (9, 0), None
@@ -100,9 +100,9 @@ def kernels(path: str, prompts: Any, responses: Any) -> dict[str, Any]:
 
     import torch
 
-    from components.learner.megatron.cpu import megatron_on_cpu
-    from components.learner.megatron.layers.attention import TransformerEngineAttention
-    from components.learner.packing.pack import pack
+    from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+    from creditgraph.components.learner.megatron.layers.attention import TransformerEngineAttention
+    from creditgraph.components.learner.packing.pack import pack
 
     ranks, te = sys.modules["ranks"], sys.modules["te_torch"]
     model, out = ranks.built(path, {}), {}
@@ -130,8 +130,8 @@ def choices() -> dict[str, Any]:
 
     import torch
 
-    from components.learner.megatron.layers import attention
-    from components.learner.megatron.schedule import sum_over_ranks
+    from creditgraph.components.learner.megatron.layers import attention
+    from creditgraph.components.learner.megatron.schedule import sum_over_ranks
 
     te, cpu = sys.modules["te_torch"], torch.device("cpu")
 
@@ -166,8 +166,8 @@ def main(rank: int, size: int, port: str, folder: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
-    from components.learner.megatron import cpu, model
-    from components.learner.megatron.layers.parts import transformer_engine_parts
+    from creditgraph.components.learner.megatron import cpu, model
+    from creditgraph.components.learner.megatron.layers.parts import transformer_engine_parts
 
     model.chosen_parts = lambda settings, device: transformer_engine_parts()
     # The redirected calls are TransformerEngine's too, whose optimizer makes a tensor on the GPU.

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.learner.packing.attention import PackedLayout
-from components.learner.packing.pack import PackedBatch, pack
-from components.learner.packing.prefix import Sorted
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.packing.attention import PackedLayout
+from creditgraph.components.learner.packing.pack import PackedBatch, pack
+from creditgraph.components.learner.packing.prefix import Sorted
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 @pytest.fixture(scope="module")
 def attention() -> Any:
     pytest.importorskip("megatron.core")
-    import components.learner.megatron.attention
+    import creditgraph.components.learner.megatron.attention
 
-    return components.learner.megatron.attention
+    return creditgraph.components.learner.megatron.attention
 
 
 def packed(rows: list[tuple[int, list[int]]], share: bool) -> PackedBatch:

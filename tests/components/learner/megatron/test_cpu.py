@@ -27,7 +27,7 @@ def random() -> types.ModuleType:
 
 @pytest.fixture
 def megatron_on_cpu(random: types.ModuleType) -> Any:
-    from components.learner.megatron.cpu import megatron_on_cpu
+    from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 
     return megatron_on_cpu
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from components.learner.megatron.learner import MegatronLearner
-from components.learner.megatron.settings import ParallelLayout
-from pipeline.core.errors import ConfigError
-from pipeline.run.compose.choices import CONFIG_DIR
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.components.learner.megatron.learner import MegatronLearner
+from creditgraph.components.learner.megatron.settings import ParallelLayout
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 
 def module(name: str) -> Any:
@@ -113,7 +113,7 @@ def config_of(**changes: Any) -> Any:
 
 
 def check(config: Any, **sizes: Any) -> None:
-    from components.learner.megatron.parallel import check_layout
+    from creditgraph.components.learner.megatron.parallel import check_layout
 
     check_layout(ParallelLayout(**sizes), config, "some/model")
 
@@ -147,7 +147,7 @@ def test_the_recipe_composes_with_the_layout_in_its_comment() -> None:
     learner = experiment.graph["learner"].config
     assert (learner.tensor_parallel, learner.sequence_parallel, learner.expert_parallel) == (4, True, 8)
     assert MegatronLearner.ranks_per_replica(learner) == 4
-    from components.learner.megatron.parallel import check_layout
+    from creditgraph.components.learner.megatron.parallel import check_layout
 
     check_layout(learner, config_of(), experiment.model.path)
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from components.learner.megatron.learner import MegatronLearner
-from components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.megatron.learner import MegatronLearner
+from creditgraph.components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
+from creditgraph.pipeline.core.errors import ConfigError
 
 REASON = "needs megatron-core and mbridge: pip install 'creditgraph[megatron]'"
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def libraries() -> None:
 
 @pytest.fixture
 def parts() -> Any:
-    from components.learner.megatron.layers import parts
+    from creditgraph.components.learner.megatron.layers import parts
 
     return parts
 
@@ -72,8 +72,8 @@ def test_8_bits_need_dtype_and_widths(
 ) -> None:
     import sys
 
-    from components.learner.megatron.layers.fp8 import check_fp8
-    from components.learner.megatron.layers.parts import Parts
+    from creditgraph.components.learner.megatron.layers.fp8 import check_fp8
+    from creditgraph.components.learner.megatron.layers.parts import Parts
 
     library = SimpleNamespace()
     for name in ("fp8", "mxfp8", "fp8_block_scaling"):
@@ -88,7 +88,7 @@ def test_8_bits_need_dtype_and_widths(
 
 
 def test_8_bits_need_the_library(parts: Any) -> None:
-    from components.learner.megatron.layers.fp8 import check_fp8
+    from creditgraph.components.learner.megatron.layers.fp8 import check_fp8
 
     with pytest.raises(ConfigError, match=r"expected TransformerEngine's layers \(a GPU, and pip install"):
         check_fp8(Fp8(recipe="delayed"), parts.LOCAL, torch.bfloat16, ParallelLayout(), shape())
@@ -96,7 +96,7 @@ def test_8_bits_need_the_library(parts: Any) -> None:
 
 
 def test_on_a_gpu_slow_attention_is_refused() -> None:
-    from components.learner.megatron.backend import MegatronBackend
+    from creditgraph.components.learner.megatron.backend import MegatronBackend
 
     config = SimpleNamespace(params_dtype=torch.float32, kv_channels=64, attention_windows=[None])
     backend: Any = SimpleNamespace(
@@ -107,7 +107,7 @@ def test_on_a_gpu_slow_attention_is_refused() -> None:
 
 
 def test_a_kernel_without_its_library_is_refused() -> None:
-    from components.learner.megatron.layers.attention import choose_kernel
+    from creditgraph.components.learner.megatron.layers.attention import choose_kernel
 
     given = ((4, 2, 8), 32, torch.float32, CPU, lambda times: times)
     with pytest.raises(ConfigError, match=r"learner\.layers\.attention 'cudnn' needs .* No module named"):

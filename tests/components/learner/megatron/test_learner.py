@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from components.learner.hf.learner import HFLearner
-from components.learner.megatron.learner import MegatronLearner
-from components.learner.objective import OBJECTIVES
-from pipeline.core.errors import RunError
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.megatron.learner import MegatronLearner
+from creditgraph.components.learner.objective import OBJECTIVES
+from creditgraph.pipeline.core.errors import RunError
 
 TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
 # Small buckets, so that there are several to overlap.
@@ -245,7 +245,7 @@ def test_a_rank_that_cannot_write_its_shards_is_an_error_on_every_rank(
 
 FAILING = """
 import os
-from components.learner.objective.ppo_clip import PPOClip
+from creditgraph.components.learner.objective.ppo_clip import PPOClip
 class Failing(PPOClip):
     def terms(self, inputs, meters):
         if os.environ["RANK"] == "1":

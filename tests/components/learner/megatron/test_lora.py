@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from components.learner.lora import Lora
-from pipeline.core.errors import ConfigError
+from creditgraph.components.learner.lora import Lora
+from creditgraph.pipeline.core.errors import ConfigError
 
 TP2, PP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 LAYOUTS: list[dict[str, Any]] = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.learner.megatron.settings import ParallelLayout
-from components.models.experts import unstack
-from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.megatron.settings import ParallelLayout
+from creditgraph.components.models.experts import unstack
+from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.core.jagged import Jagged
 
 CLOSE = 1e-5
 TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -120,7 +120,7 @@ def test_every_family_equals_transformers(
     pool: Any, ranks: Any, checkpoint: Callable[[str], str], truth: Callable[[str], Any]
 ) -> None:
     # Not a parameter: importing the families takes seconds in every process that collects tests.
-    from components.learner.megatron.families import FAMILIES
+    from creditgraph.components.learner.megatron.families import FAMILIES
 
     for kind in FAMILIES:
         layout = LAYOUTS["sequence and stages" if kind == "qwen3_moe" else "2x2"]
@@ -213,14 +213,14 @@ def config_of(**changes: Any) -> Any:
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused_with_all_reasons(sizes: Any, changes: Any, text: str) -> None:
-    from components.learner.megatron.parallel import check_layout
+    from creditgraph.components.learner.megatron.parallel import check_layout
 
     with pytest.raises(ConfigError, match=text):
         check_layout(ParallelLayout(**sizes), config_of(**changes), "some/model")
 
 
 def test_a_layout_that_fits_passes() -> None:
-    from components.learner.megatron.parallel import check_layout
+    from creditgraph.components.learner.megatron.parallel import check_layout
 
     layout = ParallelLayout(tensor_parallel=4, pipeline_parallel=3, virtual_pipeline=2, sequence_parallel=True)
     check_layout(layout, config_of(vocab_size=51), "some/model")
@@ -229,8 +229,8 @@ def test_a_layout_that_fits_passes() -> None:
 def test_an_unsupported_model_names_those_that_work() -> None:
     from transformers import GPT2Config
 
-    from components.learner.megatron.families import FAMILIES
-    from components.learner.megatron.parallel import check_layout
+    from creditgraph.components.learner.megatron.families import FAMILIES
+    from creditgraph.components.learner.megatron.parallel import check_layout
 
     text = f"model type 'gpt2' is not supported; expected one of {', '.join(FAMILIES)}. Use learner.hf"
     with pytest.raises(ConfigError, match=text):
@@ -240,7 +240,7 @@ def test_an_unsupported_model_names_those_that_work() -> None:
 def test_key_norms_over_all_heads_need_whole_heads() -> None:
     from transformers import Olmo2Config
 
-    from components.learner.megatron.parallel import check_layout
+    from creditgraph.components.learner.megatron.parallel import check_layout
 
     config = Olmo2Config(
         num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, hidden_size=32, intermediate_size=64

@@ -11,9 +11,16 @@ pytest.importorskip("megatron.core")
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from components.learner.megatron.learner import MegatronLearner
-from components.learner.megatron.settings import FUSIONS, OWN_DDP, OWN_TRANSFORMER, _owner, fusions, missing_fusions
-from pipeline.core.settings import build_config
+from creditgraph.components.learner.megatron.learner import MegatronLearner
+from creditgraph.components.learner.megatron.settings import (
+    FUSIONS,
+    OWN_DDP,
+    OWN_TRANSFORMER,
+    _owner,
+    fusions,
+    missing_fusions,
+)
+from creditgraph.pipeline.core.settings import build_config
 
 
 def problems(**settings: Any) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.learner.logprobs import Head, VocabShard, token_logprobs
+from creditgraph.components.learner.logprobs import Head, VocabShard, token_logprobs
 
 
 def draw(rows: int = 23, width: int = 6, vocab: int = 40, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

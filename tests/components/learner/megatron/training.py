@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from replicas import of_all, own_rows, run_own
 
-from components.learner.hf.learner import HFLearner
-from components.learner.objective import KL, OBJECTIVES, EntropyMask, Importance, ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
-from components.learner.step import RolloutTraining
-from components.models.experts import unstack
-from pipeline.core.component import Context, ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Trajectories
-from pipeline.core.ranks import DeviceTurns, Ranks
-from pipeline.run.distributed.processes import swap
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.objective import KL, OBJECTIVES, EntropyMask, Importance, ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.step import RolloutTraining
+from creditgraph.components.models.experts import unstack
+from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Credit, Trajectories
+from creditgraph.pipeline.core.ranks import DeviceTurns, Ranks
+from creditgraph.pipeline.run.distributed.processes import swap
 
 VOCAB = 42
 # Adam's ε is large: with the usual one it would blow rounding errors of near-zero gradients up to whole steps.
@@ -104,7 +104,7 @@ def megatron_learner(
     """This rank's learner in the present torch.distributed world."""
     import torch.distributed as dist
 
-    from components.learner.megatron.learner import MegatronLearner
+    from creditgraph.components.learner.megatron.learner import MegatronLearner
 
     config = MegatronLearner.Config(**{"optimizer": OPTIMIZER, **layout, **settings})
     world = dist.get_world_size()
@@ -337,7 +337,7 @@ def fails_to_save(folder: str, target: str) -> str:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from pipeline.core.errors import RunError
+    from creditgraph.pipeline.core.errors import RunError
 
     learner = megatron_learner(folder, {}, {})
     own = filesystem_async.FileSystemWriterAsync.preload_tensors
@@ -378,7 +378,7 @@ def fails_to_load(folder: str, target: str) -> str:
     """The sentence of `load_shards`."""
     from pathlib import Path
 
-    from pipeline.core.errors import RunError
+    from creditgraph.pipeline.core.errors import RunError
 
     learner = megatron_learner(folder, {}, {})
     try:
@@ -396,7 +396,7 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
     import dataclasses
     from pathlib import Path
 
-    from components.models.fixed_sequence import fixed_tokens
+    from creditgraph.components.models.fixed_sequence import fixed_tokens
 
     def learn(turns: DeviceTurns, resume: bool = False) -> tuple[Any, Any]:
         learner = megatron_learner(folder, layout, CASES["reinforce"], dtype, turns)

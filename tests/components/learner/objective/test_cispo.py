@@ -6,8 +6,8 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, losses, make_inputs
 
-from components.learner.objective import ObjectiveSettings
-from components.learner.objective.cispo import CISPO
+from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.components.learner.objective.cispo import CISPO
 
 
 def cispo(**config):

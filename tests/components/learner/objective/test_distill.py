@@ -4,10 +4,10 @@ import pytest
 import torch
 from loss_inputs import by_hand, losses
 
-from components.learner.objective import LossInputs, ObjectiveSettings
-from components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB
-from components.learner.objective.distill import TEACHER_LOGPROB, Distill, top_divergence
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective import LossInputs, ObjectiveSettings
+from creditgraph.components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB
+from creditgraph.components.learner.objective.distill import TEACHER_LOGPROB, Distill, top_divergence
+from creditgraph.pipeline.core.jagged import Jagged
 
 DISTILL = ObjectiveSettings(use="distill")
 VOCABULARY = 5

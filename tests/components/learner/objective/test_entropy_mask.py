@@ -6,11 +6,11 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, losses, make_inputs
 
-from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
-from components.learner.objective.entropy_mask import high_by_scope
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.jagged import Jagged
-from pipeline.core.streams import Stream
+from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
+from creditgraph.components.learner.objective.entropy_mask import high_by_scope
+from creditgraph.pipeline.core.errors import CreditgraphError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.streams import Stream
 
 
 def high(values, keep):

@@ -7,10 +7,18 @@ import pytest
 import torch
 from loss_inputs import gradient, make_inputs
 
-from components.learner.objective import Importance, LossInputs, Meters, ObjectiveSettings, aggregate, counts, prepare
-from components.learner.objective import loss_terms as terms
-from components.learner.objective.importance import WEIGHT, correct
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective import (
+    Importance,
+    LossInputs,
+    Meters,
+    ObjectiveSettings,
+    aggregate,
+    counts,
+    prepare,
+)
+from creditgraph.components.learner.objective import loss_terms as terms
+from creditgraph.components.learner.objective.importance import WEIGHT, correct
+from creditgraph.pipeline.core.jagged import Jagged
 
 ROWS = [[0.5, 3.0], [-0.2, -0.2, -0.2], [-10.0, 0.4]]  # log π_old − log π_engine
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from components.learner.hf.learner import HFLearner
-from components.learner.objective import (
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.objective import (
     KL,
     OBJECTIVES,
     EntropyMask,
@@ -22,10 +22,10 @@ from components.learner.objective import (
     prepare,
     weights,
 )
-from components.learner.objective.gspo import GSPO
-from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.settings import build_config
+from creditgraph.components.learner.objective.gspo import GSPO
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.settings import build_config
 
 AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
-from components.learner.objective import EntropyMask, ObjectiveSettings
+from creditgraph.components.learner.objective import EntropyMask, ObjectiveSettings
 
 
 def test_gspo_by_hand():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from components.learner.objective import KL, LossInputs, Meters, ObjectiveSettings, loss_terms
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective import KL, LossInputs, Meters, ObjectiveSettings, loss_terms
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def make_inputs(gamma=None, kl_weight=None, seed=0):

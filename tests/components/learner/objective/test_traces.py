@@ -6,11 +6,11 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
-from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
-from components.learner.objective.decay.trace_sum import trace_sum
-from components.learner.objective.ratio import safe_exp
-from components.learner.objective.trace import Trace
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
+from creditgraph.components.learner.objective.decay.trace_sum import trace_sum
+from creditgraph.components.learner.objective.ratio import safe_exp
+from creditgraph.components.learner.objective.trace import Trace
+from creditgraph.pipeline.core.jagged import Jagged
 
 STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]
 CLIPS = ["traced", "current", "inside", "normalised", "eps_weight"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, losses, make_inputs
 
-from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, loss_terms, prepare
-from components.learner.objective.trace import Trace
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings, loss_terms, prepare
+from creditgraph.components.learner.objective.trace import Trace
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def p_trace(history=None, **config):

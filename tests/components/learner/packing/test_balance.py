@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from components.learner.packing.balance import assign, contiguous, imbalance
+from creditgraph.components.learner.packing.balance import assign, contiguous, imbalance
 
 
 def test_longest_first_by_hand():

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from components.learner.packing import attention, flash
-from components.learner.packing.attention import make_layout
-from pipeline.core.errors import ConfigError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.packing import attention, flash
+from creditgraph.components.learner.packing.attention import make_layout
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 def rows_one_by_one(q, k, v, begin, key_begin, scale, window):

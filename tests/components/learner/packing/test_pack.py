@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from components.learner.hf.model import LearnerModel, _packs
-from components.learner.hf.sharding import Entry
-from components.learner.packing.attention import make_layout
-from components.learner.packing.pack import check_rows, pack, plan
-from pipeline.core.errors import DataError
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.hf.model import LearnerModel, _packs
+from creditgraph.components.learner.hf.sharding import Entry
+from creditgraph.components.learner.packing.attention import make_layout
+from creditgraph.components.learner.packing.pack import check_rows, pack, plan
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
 
 
 @pytest.fixture

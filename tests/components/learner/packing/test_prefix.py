@@ -3,12 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from components.learner.hf.learner import HFLearner
-from components.learner.hf.model import LearnerModel
-from components.learner.objective import ObjectiveSettings
-from components.learner.optimizer import OptimizerSettings
-from components.learner.packing.pack import pack
-from components.learner.packing.prefix import (
+from creditgraph.components.learner.hf.learner import HFLearner
+from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.components.learner.optimizer import OptimizerSettings
+from creditgraph.components.learner.packing.pack import pack
+from creditgraph.components.learner.packing.prefix import (
     PATH_BUDGETS,
     Sorted,
     bags,
@@ -18,9 +18,9 @@ from components.learner.packing.prefix import (
     unique_tokens,
     without_last,
 )
-from pipeline.core.jagged import Jagged
-from pipeline.run.compose.experiment import build_experiment, compose
-from pipeline.run.executor import Executor
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.executor import Executor
 
 VOCAB = 42
 

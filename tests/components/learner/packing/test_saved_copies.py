@@ -2,10 +2,10 @@
 
 import torch
 
-from components.learner.hf.model import LearnerModel
-from components.learner.packing import attention
-from components.learner.packing.pack import pack
-from pipeline.core.jagged import Jagged
+from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.components.learner.packing import attention
+from creditgraph.components.learner.packing.pack import pack
+from creditgraph.pipeline.core.jagged import Jagged
 
 ROWS, PREFIX, OWN, LAYERS, HEADS, DIM = 12, 60, 5, 3, 2, 8
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cluster import doctor
+from creditgraph.pipeline.app.cluster import doctor
 
 
 def states(findings):
@@ -176,7 +176,7 @@ def test_a_gpu_or_a_build_without_fast_attention(monkeypatch, capability, built,
 def test_what_a_gpu_lacks_for_learner_megatron_is_named(monkeypatch):
     import torch
 
-    from components.learner.megatron import settings
+    from creditgraph.components.learner.megatron import settings
 
     for name, value in (
         ("is_available", lambda: True),

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from components.models.gpus import DEVICES
-from components.models.shape import SHAPES, Shape, known_shape
-from pipeline.app.cli import main
-from pipeline.app.cluster.layout_plan import Layout, Training, Work, estimate, layouts, plan
-from pipeline.core.errors import ConfigError
+from creditgraph.components.models.gpus import DEVICES
+from creditgraph.components.models.shape import SHAPES, Shape, known_shape
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.cluster.layout_plan import Layout, Training, Work, estimate, layouts, plan
+from creditgraph.pipeline.core.errors import ConfigError
 
 H100 = DEVICES["h100"]
 

@@ -10,8 +10,8 @@ from importlib import import_module
 import pytest
 from slurm_jobs import CPU_NODE, Slurm, digest, iterations_done, last_line, metrics, processes
 
-from pipeline.app import results
-from pipeline.app.cli import main
+from creditgraph.pipeline.app import results
+from creditgraph.pipeline.app.cli import main
 
 pytestmark = pytest.mark.xdist_group("slurm")
 ITERATIONS = 8

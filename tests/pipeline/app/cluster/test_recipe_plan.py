@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import pipeline.app.cluster.recipe_plan as recipe_plan_module
-from components.models.gpus import DEVICES, kind_of
-from components.models.shape import SHAPES
-from pipeline.app.cli import main
-from pipeline.app.cluster.engine_plan import Decoding, Serving, estimate_engine
-from pipeline.app.cluster.layout_plan import Layout, Training
-from pipeline.app.cluster.recipe_plan import (
+import creditgraph.pipeline.app.cluster.recipe_plan as recipe_plan_module
+from creditgraph.components.models.gpus import DEVICES, kind_of
+from creditgraph.components.models.shape import SHAPES
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.cluster.engine_plan import Decoding, Serving, estimate_engine
+from creditgraph.pipeline.app.cluster.layout_plan import Layout, Training
+from creditgraph.pipeline.app.cluster.recipe_plan import (
     check_memory,
     fsdp_size,
     layout_of,
@@ -23,9 +23,9 @@ from pipeline.app.cluster.recipe_plan import (
     rows_per_prompt,
     work_of,
 )
-from pipeline.core.errors import ConfigError
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
-from pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 H100 = DEVICES["h100"]
 FULL_SIZE = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.cluster.render import Job, job_name, render_array, render_job, sbatch_options
-from pipeline.app.cluster.settings import Cluster
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.cluster.render import Job, job_name, render_array, render_job, sbatch_options
+from creditgraph.pipeline.app.cluster.settings import Cluster
 
 
 def job(tmp_path, title="toy run"):

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from components.engine.served.addresses import ATTEMPT, Address, read_rendezvous, relocated
-from pipeline.app.cluster.servers import folder_of, leave_address, list_servers, server_address
-from pipeline.app.commands.serve import redirect_output
-from pipeline.core.errors import RunError
+from creditgraph.components.engine.served.addresses import ATTEMPT, Address, read_rendezvous, relocated
+from creditgraph.pipeline.app.cluster.servers import folder_of, leave_address, list_servers, server_address
+from creditgraph.pipeline.app.commands.serve import redirect_output
+from creditgraph.pipeline.core.errors import RunError
 
 
 def leave(run, index, port, attempt=""):

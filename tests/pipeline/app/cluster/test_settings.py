@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
-from pipeline.core.errors import ConfigError, GraphError
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
+from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 
 @pytest.mark.parametrize("name", sorted(list_choices("cluster", [CONFIG_DIR])))

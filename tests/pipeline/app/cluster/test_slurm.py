@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from slurm_jobs import CPU_NODE, ROOT, digest, iterations_done, last_line, metrics
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 pytestmark = pytest.mark.xdist_group("slurm")
 RUN = ["recipe=toy_grpo", "prompts.batch=2", "evaluator.num_problems=4", "run.record.every=0", "run.iterations=1"]

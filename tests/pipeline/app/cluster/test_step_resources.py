@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from slurm_jobs import CPU_NODE, TOYS, last_line
 
-from components.models.load import resolve_model_path
-from pipeline.app.cli import main
-from pipeline.app.cluster.render import Job, render_job
-from pipeline.app.cluster.settings import Cluster
-from pipeline.core.errors import GraphError
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.cluster.render import Job, render_job
+from creditgraph.pipeline.app.cluster.settings import Cluster
+from creditgraph.pipeline.core.errors import GraphError
 
 on_slurm = pytest.mark.xdist_group("slurm")
 STAND_IN = TOYS / "stand_in.sh"

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from small_suite import SMALL, evaluate, write_suite
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 
 @pytest.fixture(autouse=True)

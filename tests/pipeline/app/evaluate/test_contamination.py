@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeline.app.evaluate.contamination import find_overlaps, gram_hashes, hashes_of, report_of, words_of
-from pipeline.app.evaluate.suite import Contamination
+from creditgraph.pipeline.app.evaluate.contamination import find_overlaps, gram_hashes, hashes_of, report_of, words_of
+from creditgraph.pipeline.app.evaluate.suite import Contamination
 
 LONG = (
     "Find the number of ordered pairs of positive integers whose greatest common divisor is exactly twelve "

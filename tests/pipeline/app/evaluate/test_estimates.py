@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pipeline.app.evaluate.estimates import estimate, majority, majority_at, pass_values, resampled_means
-from pipeline.core.streams import Stream
+from creditgraph.pipeline.app.evaluate.estimates import estimate, majority, majority_at, pass_values, resampled_means
+from creditgraph.pipeline.core.streams import Stream
 
 
 def bootstrap(values, seed=0, resamples=2000, confidence=0.95):

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from small_suite import SUITE, evaluate, items, records, write_suite
 
-from components.data.sources import parse_source
-from components.models.load import resolve_model_path
-from components.tasks import TASKS
-from pipeline.app.cli import main
-from pipeline.app.evaluate.sets import data_entry
+from creditgraph.components.data.sources import parse_source
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.components.tasks import TASKS
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.evaluate.sets import data_entry
 
 CHAINS = TASKS["chains"]
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from small_suite import evaluate, write_suite
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 # One process makes the run and the whole evaluation once for both files of the group.
 pytestmark = pytest.mark.xdist_group("evaluation")

@@ -3,8 +3,8 @@
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.app.evaluate.items import SCHEMA, Chunk, ItemStore, plan, short_hash
-from pipeline.core.errors import RunError
+from creditgraph.pipeline.app.evaluate.items import SCHEMA, Chunk, ItemStore, plan, short_hash
+from creditgraph.pipeline.core.errors import RunError
 
 MADE = {"suite": "s", "suite_version": 1, "task": {"samples": 2, "temperature": 1.0}, "weights": "abc"}
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pipeline.app.evaluate.items import ItemStore, plan
-from pipeline.app.evaluate.scores import (
+from creditgraph.pipeline.app.evaluate.items import ItemStore, plan
+from creditgraph.pipeline.app.evaluate.scores import (
     TaskScores,
     estimates,
     mean_results,
@@ -15,7 +15,7 @@ from pipeline.app.evaluate.scores import (
     read_scores,
     task_results,
 )
-from pipeline.app.evaluate.suite import Suite, Task
+from creditgraph.pipeline.app.evaluate.suite import Suite, Task
 
 SUITE = Suite(name="s", title="t", version=1, resamples=200)
 

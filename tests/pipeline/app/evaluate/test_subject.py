@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
-from pipeline.app.evaluate.request import Request
-from pipeline.app.evaluate.subject import open_model_subject, open_run_subject
-from pipeline.core.errors import ConfigError
-from pipeline.run.compose.choices import search_dirs
-from pipeline.run.compose.experiment import compose
+from creditgraph.pipeline.app.evaluate.request import Request
+from creditgraph.pipeline.app.evaluate.subject import open_model_subject, open_run_subject
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.compose.choices import search_dirs
+from creditgraph.pipeline.run.compose.experiment import compose
 
 LORA = ["learner.lora.publish=adapter", "learner.lora.rank=4"]
 

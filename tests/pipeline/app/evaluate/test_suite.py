@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import yaml
 
-from pipeline.app.evaluate.sets import data_entry
-from pipeline.app.evaluate.suite import load_suite
-from pipeline.core.errors import ConfigError
-from pipeline.core.registry import load_class
-from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from creditgraph.pipeline.app.evaluate.sets import data_entry
+from creditgraph.pipeline.app.evaluate.suite import load_suite
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.registry import load_class
+from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 SHIPPED = ["code", "math", "math_16", "reset_paper", "toy"]
 SAMPLING = ("mode", "max_tokens", "temperature", "top_p", "samples")

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from pipeline.app.cli import main
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import (
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import (
     Credit,
     Payload,
     Prompts,
@@ -25,8 +25,8 @@ from pipeline.core.payloads import (
     Trajectories,
     Turns,
 )
-from pipeline.run.compose.experiment import compose
-from pipeline.run.recording import write_payload
+from creditgraph.pipeline.run.compose.experiment import compose
+from creditgraph.pipeline.run.recording import write_payload
 
 
 def put(run: Path, output: str, iteration: int, payload: Payload) -> Path:

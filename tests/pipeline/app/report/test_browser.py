@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.app.bench.side_by_side import compare
-from pipeline.app.report.credit import write_credit
-from pipeline.app.report.page import report_html
-from pipeline.app.report.source import read_run
-from pipeline.core.jagged import Jagged
-from pipeline.run.recording import read_payload, write_payload
+from creditgraph.pipeline.app.credit.side_by_side import compare
+from creditgraph.pipeline.app.report.credit import write_credit
+from creditgraph.pipeline.app.report.page import report_html
+from creditgraph.pipeline.app.report.source import read_run
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.run.recording import read_payload, write_payload
 
 axe = pytest.importorskip("axe_core_python.sync_playwright", reason="pip install axe-core-python")
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pipeline.app.report.page import report_html
-from pipeline.app.report.source import read_run
+from creditgraph.pipeline.app.report.page import report_html
+from creditgraph.pipeline.app.report.source import read_run
 
 
 @pytest.fixture(scope="module")

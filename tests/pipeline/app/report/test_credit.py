@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 
-from pipeline.app.bench.side_by_side import TRUTH, compare
-from pipeline.app.cli import main
-from pipeline.app.report.credit import cards
-from pipeline.app.report.pack import unpack
-from pipeline.core.errors import RunError
-from pipeline.run.recording import read_payload
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.credit.side_by_side import TRUTH, compare
+from creditgraph.pipeline.app.report.credit import cards
+from creditgraph.pipeline.app.report.pack import unpack
+from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.run.recording import read_payload
 
 RECIPES = ["toy_grpo", "toy_rredcot", "toy_treerl"]
 

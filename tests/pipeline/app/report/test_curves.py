@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
-from pipeline.app.report.cards import config_differences
-from pipeline.app.report.curves import all_lines, axis, groups, line, phases
-from pipeline.app.report.source import RunSource, read_run
+from creditgraph.pipeline.app.report.cards import config_differences
+from creditgraph.pipeline.app.report.curves import all_lines, axis, groups, line, phases
+from creditgraph.pipeline.app.report.source import RunSource, read_run
 
 
 def source(path, rows):

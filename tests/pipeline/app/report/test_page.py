@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
-from pipeline.app.cli import main
-from pipeline.app.report.pack import pack, unpack
-from pipeline.app.report.page import report_html
-from pipeline.app.report.source import read_run
-from pipeline.app.text import visible
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.report.pack import pack, unpack
+from creditgraph.pipeline.app.report.page import report_html
+from creditgraph.pipeline.app.report.source import read_run
+from creditgraph.pipeline.app.text import visible
 
 EVIL = [
     "<script>window.pwned=1</script>",

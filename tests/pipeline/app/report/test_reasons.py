@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
-from components.advantage.group import GroupAdvantage
-from pipeline.app.report.page import report_html
-from pipeline.app.report.reasons import reasons
-from pipeline.app.report.source import read_run
-from pipeline.run.recording import read_payload
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.pipeline.app.report.page import report_html
+from creditgraph.pipeline.app.report.reasons import reasons
+from creditgraph.pipeline.app.report.source import read_run
+from creditgraph.pipeline.run.recording import read_payload
 
 
 def test_each_row_of_the_credit_has_its_formula(make_run):

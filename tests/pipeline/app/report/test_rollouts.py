@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.app.report.pack import pack_rollouts, unpack
-from pipeline.app.report.rollouts import HAS_RATIO, SEGMENT_END, THOUGHT_END, TRAINED, Texts, collect
-from pipeline.app.report.source import read_run
+from creditgraph.pipeline.app.report.pack import pack_rollouts, unpack
+from creditgraph.pipeline.app.report.rollouts import HAS_RATIO, SEGMENT_END, THOUGHT_END, TRAINED, Texts, collect
+from creditgraph.pipeline.app.report.source import read_run
 
 
 @pytest.fixture

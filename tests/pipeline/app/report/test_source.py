@@ -7,12 +7,12 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.report.cards import data_card
-from pipeline.app.report.page import report_html
-from pipeline.app.report.rollouts import collect
-from pipeline.app.report.source import read_run
-from pipeline.core.errors import RunError
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.report.cards import data_card
+from creditgraph.pipeline.app.report.page import report_html
+from creditgraph.pipeline.app.report.rollouts import collect
+from creditgraph.pipeline.app.report.source import read_run
+from creditgraph.pipeline.core.errors import RunError
 
 
 def notes_of(run):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.app.report import timelines
-from pipeline.app.report.page import report_html
-from pipeline.app.report.source import read_run
-from pipeline.app.report.timelines import load_tracks, timeline, windows
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.app.report import timelines
+from creditgraph.pipeline.app.report.page import report_html
+from creditgraph.pipeline.app.report.source import read_run
+from creditgraph.pipeline.app.report.timelines import load_tracks, timeline, windows
 
 spec = importlib.util.spec_from_file_location("report_conftest", Path(__file__).with_name("conftest.py"))
 helpers = importlib.util.module_from_spec(spec)

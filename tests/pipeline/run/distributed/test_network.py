@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.core.ranks import Ranks
-from pipeline.run.distributed import network
-from pipeline.run.distributed.processes import run_together
-from pipeline.run.distributed.team import DistributedError, Rendezvous
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.distributed import network
+from creditgraph.pipeline.run.distributed.processes import run_together
+from creditgraph.pipeline.run.distributed.team import DistributedError, Rendezvous
 
 RANKS = Ranks(rank=1, world=2)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.core.graph import build_graph
-from pipeline.core.ranks import Ranks
-from pipeline.run.distributed.team import DistributedError, first_host, plan_ranks, rendezvous
-from pipeline.run.distributed.wire_format import join, pack, unpack
-from pipeline.run.metrics import read_metrics
-from pipeline.run.recording import read_payload
-from pipeline.run.timeline.files import read_trace
-from pipeline.run.timeline.heartbeat import heartbeats
+from creditgraph.pipeline.core.graph import build_graph
+from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.run.distributed.team import DistributedError, first_host, plan_ranks, rendezvous
+from creditgraph.pipeline.run.distributed.wire_format import join, pack, unpack
+from creditgraph.pipeline.run.metrics import read_metrics
+from creditgraph.pipeline.run.recording import read_payload
+from creditgraph.pipeline.run.timeline.files import read_trace
+from creditgraph.pipeline.run.timeline.heartbeat import heartbeats
 
 RANK_GRAPH = Path(__file__).parents[2] / "toys" / "rank_graph.py"
 

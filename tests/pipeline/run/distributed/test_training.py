@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pipeline.app.cli import main
-from pipeline.run.metrics import read_metrics
+from creditgraph.pipeline.app.cli import main
+from creditgraph.pipeline.run.metrics import read_metrics
 
 SETTINGS = [
     "recipe=toy_grpo",

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from components.prompts.dataset import DatasetPrompts, Outputs
+from creditgraph.components.prompts.dataset import DatasetPrompts, Outputs
 
 
 class GatedPrompts(DatasetPrompts):

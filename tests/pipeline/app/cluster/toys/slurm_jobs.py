@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.app.cli import main
+from creditgraph.pipeline.app.cli import main
 
 ROOT = Path(__file__).parents[5]
 TOYS = Path(__file__).parent

@@ -1,0 +1,7 @@
+"""`python -m creditgraph`."""
+
+import sys
+
+from creditgraph.pipeline.app.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""What judges methods instead of training them: test beds, evidence, predictions, task families."""

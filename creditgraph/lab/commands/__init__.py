@@ -1,0 +1,1 @@
+"""The lab's subcommands of `creditgraph`, one per file, imported only when called."""

@@ -1,0 +1,207 @@
+"""The blocks of the documentation that are written from the declaration and results.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from creditgraph.lab.evidence.across import across_families
+from creditgraph.lab.evidence.declaration import Cell, Claim
+from creditgraph.lab.evidence.verdicts import Results, Verdict, collapsed, differences, few
+from creditgraph.lab.prediction.cells import read_cells
+from creditgraph.lab.prediction.study import repeatability_line, study, study_table
+from creditgraph.pipeline.app.credit.statistics import mean_sd
+from creditgraph.pipeline.app.progress import ACCURACY
+
+NOTHING = "Not measured yet."
+AXIS_NAMES = {"tokens": "sampled tokens", "steps": "optimiser steps", "trained": "tokens in the loss"}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A compact Markdown table."""
+    lines = [head, ["---"] * len(head), *([c.replace("|", "&#124;") for c in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def claims_block(results: Results) -> str:
+    """docs/evidence.md: one row per claim, page by page."""
+    verdicts = results.verdicts()
+    rows = []
+    for name, claim in results.declaration.claims.items():
+        regime = f"[{claim.cell}](#{claim.cell})" if claim.cell else "–"
+        source = f"[{claim.paper}](papers/{claim.page}.md): {claim.source}"
+        rows.append([claim.text, source, regime, claim.prediction, *_measured(claim, verdicts[name])])
+    head = ["claim", "who says it", "regime", "predicted", "compared", "result", "verdict"]
+    return f"{_count(verdicts)}\n\n{table(head, rows)}"
+
+
+def paper_block(results: Results, page: str) -> str:
+    """A paper's page: what was predicted of its claims, and what was measured."""
+    verdicts = results.verdicts()
+    claims = {n: c for n, c in results.declaration.claims.items() if c.page == page}
+    rows = [[c.text, c.source, c.prediction, *_measured(c, verdicts[n])] for n, c in claims.items()]
+    text = "Predicted before the runs, and measured; regimes, rules and all methods are on [Evidence](../evidence.md)."
+    return f"{text}\n\n{table(['claim', 'who says it', 'predicted', 'compared', 'result', 'verdict'], rows)}"
+
+
+def cells_block(results: Results) -> str:
+    """docs/evidence.md: a section per cell, with its setting and its methods."""
+    cells = results.declaration.cells.items()
+    return "\n\n".join(
+        f"### {name}\n\n{cell.title} {cell.regime}\n\n{cell_block(results, name)}" for name, cell in cells
+    )
+
+
+def cell_block(results: Results, name: str) -> str:
+    """Any page: a cell's setting and its methods."""
+    cell = results.declaration.cells[name]
+    family = results.declaration.families[cell.family]
+    settings = ", ".join(f"`{s}`" for s in (*family.settings, *cell.set))
+    steps = f" and at least {cell.steps} optimiser steps" if cell.steps else ""
+    widened = f"widened by {cell.factor:g} at most {cell.widenings} times" if cell.widenings else "not widened"
+    setting = (
+        f"{family.title} ({settings}). {cell.tokens:,.0f} sampled tokens{steps} per run, {cell.seeds} seeds; rates "
+        f"{', '.join(f'{r:g}' for r in cell.rates)}, {widened}."
+    )
+    if family.metric != ACCURACY:
+        setting += f" Accuracy is `{family.metric}`: of samples at the training temperature, not greedy."
+    return f"{setting}\n\n{_methods_table(results, name, cell) if name in results.cells else NOTHING}"
+
+
+def compare_block(results: Results) -> str:
+    """docs/compare.md: every method of every measured cell against its baseline, at equal sampled tokens."""
+    rows = []
+    for name, cell in results.declaration.cells.items():
+        for method, row in results.cells.get(name, {}).get("methods", {}).items():
+            pair = results.pair(name, method, cell.baseline_of(method), "tokens")
+            link = f"[{name}](evidence.md#{name})"
+            rows.append([link, f"`{method}`", accuracy(row), _steps(row), *_against(cell, method, pair)])
+    head = ["cell", "method", "accuracy", "steps", "baseline", "difference"]
+    return table(head, rows) if rows else NOTHING
+
+
+def across_block(results: Results, bounds: bool = True) -> str:
+    """docs/evidence.md and the README: methods over families; `bounds` are those that know the true errors."""
+    rows = []
+    for row in across_families(results):
+        if row.knows_errors and not bounds:
+            continue
+        least, *_, most = sorted(row.gains.items(), key=lambda item: item[1])
+        ahead = f"{sum(gain > 0 for gain in row.gains.values())} of {len(row.gains)}"
+        extremes = [f"{gain:+.3f} `{family}`" for family, gain in (least, most)]
+        rows.append([f"`{row.method}`", f"`{row.baseline}`", ahead, row.result.text(), *extremes])
+    head = ["method", "against", "families ahead", "mean of families [95 %]", "least", "most"]
+    return table(head, rows) if rows else NOTHING
+
+
+def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:
+    """docs/creditbench.md: whether a score of credit foretells what training gains, and the table of the study."""
+    if not scores.exists():
+        return {"foretells": NOTHING, "study": NOTHING}
+    cells = [cell for cell in read_cells([gains], scores)[0] if cell.name in results.cells]
+    families = len({cell.family for cell in cells})
+    found = study(cells)
+    verdict, _, rows = study_table(found).partition("\n\n")
+    name, best = next(iter(found.items()))
+    return {
+        "foretells": f"**{verdict}** Nearest: `{name}` with {best.tau:+.2f} [{best.low:+.2f}, {best.high:+.2f}]; "
+        f"{sum(len(cell.methods) for cell in cells)} methods in {len(cells)} cells of {families} families. "
+        f"{repeatability_line(cells)}",
+        "study": rows,
+    }
+
+
+def readme_block(results: Results) -> str:
+    """The README: how many claims held, and per cell which method that a user can have led, and by how much."""
+    rows = []
+    for name, cell in results.declaration.cells.items():
+        methods = results.cells.get(name, {}).get("methods", {})
+        usable = {m: row for m, row in methods.items() if not cell.methods[m].knows_errors}
+        ranked = {m: mean_sd(row["accuracy"])[0] for m, row in usable.items() if not few(min(row["steps"]))}
+        if ranked:
+            best = max(ranked, key=lambda m: ranked[m])
+            pair = results.pair(name, best, cell.baseline_of(best), "tokens")
+            where = f"[{cell.title.rstrip('.')}](docs/evidence.md#{name})"
+            cells = [where, f"`{best}`", accuracy(methods[best]), _steps(methods[best])]
+            rows.append([*cells, *_against(cell, best, pair)])
+    counted = _count(results.verdicts())
+    if not rows:
+        return f"{NOTHING} {counted}"
+    head = ["where", "highest mean", "accuracy at equal tokens", "steps", "baseline", "difference [95 %]"]
+    across = f"Over families, in accuracy at equal sampled tokens:\n\n{across_block(results, bounds=False)}"
+    return f"{counted}\n\n{across}\n\nCell by cell, the method that led:\n\n{table(head, rows)}"
+
+
+def _count(verdicts: dict[str, Verdict]) -> str:
+    words = [v.word for v in verdicts.values()]
+    counted = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
+    return f"Of {len(words)} claims: {counted}."
+
+
+def _measured(claim: Claim, verdict: Verdict) -> list[str]:
+    """What was compared, the result, and the verdict."""
+    pair = verdict.pair
+    if not claim.cell:
+        return ["–", "–", f"{verdict.word}: {verdict.reason}"]
+    compared = f"`{claim.better}` > `{claim.worse}` at equal {AXIS_NAMES[claim.axis]}"
+    word = verdict.word + (f": {verdict.reason}" if verdict.reason else "")
+    if pair is None:
+        return [compared, "–", word]
+    steps = " and ".join(f"{s:.0f}" for s in pair["took"]["steps"])
+    compared += f" ({pair['at']:,.0f}; {steps} steps, {len(pair['seeds'])} seeds)"
+    if verdict.result is None:
+        return [compared, "–", word]
+    if verdict.word == "undecided":
+        word += f" (detectable: {verdict.result.detectable:.3f})"
+    return [compared, f"{verdict.result.text()}, p = {_p(verdict.corrected)}", word]
+
+
+def _methods_table(results: Results, name: str, cell: Cell) -> str:
+    measured = results.cells[name]
+    rows = []
+    for method, row in measured["methods"].items():
+        by_axis = {axis: results.pair(name, method, cell.baseline_of(method), axis) for axis in AXIS_NAMES}
+        baseline, at_tokens = _against(cell, method, by_axis["tokens"])
+        tried = list(row["tried"])
+        rows.append(
+            [
+                f"`{method}`",
+                f"{row['lr']:g}" + (" (edge)" if f"{row['lr']:g}" in (tried[0], tried[-1]) else ""),
+                accuracy(row),
+                _steps(row),
+                baseline,
+                at_tokens,
+                _equal(by_axis["steps"], "steps"),
+                _equal(by_axis["trained"], "trained"),
+                f"{collapsed(row, cell.seeds):.2f}",
+                str(len(row["seeds"])),
+            ]
+        )
+    head = ["method", "lr", "accuracy", "steps", "baseline", "at equal sampled tokens", "at equal steps"]
+    head += ["at equal tokens in the loss", "end below start, or failed", "seeds"]
+    failed = "".join(f"\n\nFailed: `{run}` ({why})." for run, why in measured["failed"].items())
+    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{failed}"
+
+
+def accuracy(row: dict[str, Any]) -> str:
+    """Mean and standard deviation over seeds."""
+    mean, deviation = mean_sd(row["accuracy"])
+    return f"{mean:.3f} ± {deviation:.3f}"
+
+
+def _steps(row: dict[str, Any]) -> str:
+    text = f"{mean_sd(row['steps'])[0]:.0f}"
+    return f"{text} (not ranked)" if few(min(row["steps"])) else text
+
+
+def _against(cell: Cell, method: str, pair: dict[str, Any] | None) -> list[str]:
+    baseline = cell.baseline_of(method)
+    return [f"`{baseline}`" if baseline else "–", differences(pair).text() if pair else "–"]
+
+
+def _equal(pair: dict[str, Any] | None, axis: str) -> str:
+    return f"{differences(pair).text()} at {pair['at']:,.0f}" if pair else "–"
+
+
+def _p(value: float) -> str:
+    return "< .001" if value < 0.001 else f"{value:.3f}"

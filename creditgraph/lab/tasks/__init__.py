@@ -1,0 +1,1 @@
+"""Task families beside chains: generated problems whose every step can be checked."""

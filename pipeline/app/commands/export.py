@@ -1,0 +1,124 @@
+"""`creditgraph export`: the weights of a run as a Hugging Face model folder.
+
+The folder holds safetensors (with an index when there are several), config.json, generation_config.json and the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from creditgraph.pipeline.core.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from creditgraph.pipeline.core.component import ModelSpec
+    from creditgraph.pipeline.core.payloads import Weights
+
+SUMMARY = "Write the weights of a run as a Hugging Face model folder."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph export runs/toy_srpo-s0 --output exported\n"
+        "  creditgraph export runs/toy_srpo-s0 --output exported --iteration 40 --shard-gb 5"
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory, of learner.hf or learner.megatron")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to make; must not exist")
+    parser.add_argument("--iteration", type=int, help="of the checkpoint, from 0; default: the newest")
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Writes the folder, whole or not at all."""
+    import yaml
+
+    from creditgraph.pipeline.core.component import ModelSpec
+
+    output: Path = options.output
+    if output.exists():
+        raise RunError(f"{output} exists; expected a new folder. Remove it or choose another --output.")
+    config = options.run / "config.yaml"
+    if not config.is_file():
+        raise RunError(f"{config} is missing; expected the directory of a run.")
+    model = ModelSpec(**(yaml.safe_load(config.read_text()).get("model") or {}))
+    weights = newest_weights(options.run, options.iteration)
+    aside = output.with_name(f".tmp-{output.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    write(weights.tensors or {}, model, aside, options.shard_gb * 1e9)
+    aside.rename(output)
+    print(f"{output}: weights of version {weights.version}, {len(weights.tensors or {})} tensors")
+    return 0
+
+
+def newest_weights(run: Path, iteration: int | None) -> Weights:
+    """The weights after the iteration of a checkpoint, by default the newest valid one."""
+    from creditgraph.pipeline.run.checkpoint import Checkpoints, load
+    from creditgraph.pipeline.run.replay import published
+
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise RunError(f"{folder} is missing; expected the directory of a run that has saved.")
+    found = Checkpoints(folder).latest() if iteration is None else load(folder / f"{iteration:06d}", lambda _: False)
+    if found is None:
+        raise RunError(
+            f"{run} has no valid checkpoint; expected one. Set run.checkpoint.every, or end the run with Ctrl-C once."
+        )
+    weights = published(run, found.iteration)
+    if weights is None or weights.tensors is None:
+        raise RunError(
+            f"the checkpoint after iteration {found.iteration} has no published weights; expected a graph with "
+            "a learner."
+        )
+    return weights
+
+
+def write(tensors: dict[str, Tensor], model: ModelSpec, folder: Path, limit: float) -> None:
+    """Writes a model folder.
+
+    Args:
+        tensors: name → weights.
+        model: whose configuration and tokenizer are added.
+        folder: to make.
+        limit: largest size of a file [bytes].
+    """
+    from safetensors.torch import save_file
+
+    from creditgraph.components.models.load import load_config, load_tokenizer, resolve_model_path
+
+    folder.mkdir(parents=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0.0
+    for name, tensor in tensors.items():
+        needed = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + needed > limit:
+            shards.append({})
+            size = 0.0
+        shards[-1][name] = tensor.contiguous()
+        size += needed
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {key: name for name, s in zip(names, shards, strict=True) for key in s},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    load_config(model).save_pretrained(folder)
+    load_tokenizer(model).save_pretrained(folder)
+    own = Path(resolve_model_path(model.path)) / "generation_config.json"
+    if own.is_file():
+        shutil.copy(own, folder)

@@ -1,1 +1,0 @@
-"""Commands around runs: exporting weights, planning a layout, comparing methods and their credit."""

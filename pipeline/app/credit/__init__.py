@@ -1,0 +1,1 @@
+"""Credit of several methods for the same tokens, beside the truth."""

@@ -1,9 +1,0 @@
-"""Uniform numbers for tests of task families."""
-
-import random
-
-from pipeline.core.streams import key_of
-
-
-def uniform(*key):
-    return random.Random(key_of("tests", *key)).random

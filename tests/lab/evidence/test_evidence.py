@@ -1,0 +1,384 @@
+"""Declarations, sweeps, verdicts and pages, on runs that are made up."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from creditgraph.lab.evidence.across import across_families
+from creditgraph.lab.evidence.declaration import (
+    Cell,
+    Claim,
+    Declaration,
+    Entry,
+    Family,
+    best_rate,
+    read_declaration,
+    widened,
+)
+from creditgraph.lab.evidence.measure import Lab, dated, forget, seconds_left, summary, wanted_pairs
+from creditgraph.lab.evidence.pages import (
+    NOTHING,
+    across_block,
+    cells_block,
+    claims_block,
+    compare_block,
+    paper_block,
+    readme_block,
+)
+from creditgraph.lab.evidence.verdicts import Results, as_text, collapsed, read_results
+from creditgraph.pipeline.core.errors import ConfigError
+
+
+def entry(**settings):
+    return Entry(recipe="toy_grpo", **settings)
+
+
+def claim(better="good", worse="grpo", **settings):
+    settings = {"cell": "small", "page": "grpo"} | settings
+    fixed = {"text": f"{better} wins.", "paper": "2402.03300", "source": "ours", "prediction": "ahead"}
+    return Claim(better=better, worse=worse, **fixed, **settings)
+
+
+def declared(**changes):
+    """Three methods: `good` gains .1 over `grpo` with every seed, `same` nothing."""
+    cell = {"title": "A cell.", "family": "chains", "regime": "any", "tokens": 1000, "seeds": 3, "widenings": 1}
+    cell |= {"methods": {"grpo": entry(), "good": entry(baseline="grpo"), "same": entry(baseline="grpo", seconds=7)}}
+    claims = {"good": claim(), "same": claim("same"), "steps": claim(axis="steps"), "less": claim("grpo", "good")}
+    claims["large"] = claim("", "", cell="", untestable="needs a GPU")
+    family = Family(title="Chains", settings=("data=chains",))
+    return Declaration(families={"chains": family}, cells={"small": Cell(**cell | changes)}, claims=claims)
+
+
+def plain(run):
+    """A run's name without the mark of its settings."""
+    return re.sub("-[0-9a-f]{6}-lr", "-lr", run)
+
+
+class Runs:
+    """Writes metrics of runs that gain most at a rate of 4.5e-4 or 1.35e-3, and counts them."""
+
+    def __init__(self, steps=1.0, broken=()):
+        self.steps, self.broken, self.trained = steps, broken, []
+
+    def __call__(self, plan, methods, seeds):
+        failed = {}
+        for method in methods:
+            name, _, rate = plain(method.name).partition("-lr")
+            assert f"learner.optimizer.lr={rate}" in method.overrides
+            assert ("data.eval.split=validation" in plan.overrides) == (min(seeds) >= 100)
+            for seed in seeds:
+                run = plan.name(method, seed)
+                if plan.is_finished(plan.curve(method, seed)):
+                    continue
+                if plain(run) in self.broken:
+                    failed[plain(run)] = f"exit code 1, see {plan.folder}/logs"
+                    continue
+                self.trained.append(run)
+                best = 1.35e-3 if name == "good" else 4.5e-4
+                gain = (
+                    0.3 - 40 * abs(float(rate) - best) + 0.1 * (name == "good") + 0.001 * (seed % 2) * (name == "same")
+                )
+                self.write(plan.folder / run, gain + 0.01 * seed % 1)
+        return failed
+
+    def write(self, folder, gain):
+        rows = [{"iteration": i, "engine/sampled_tokens": 300.0, "learner/steps": self.steps} for i in range(4)]
+        rows = [r | {"seconds/iteration": 1.0, "learner/trained_tokens": 250.0} for r in rows]
+        rows[0] |= {"evaluator/accuracy": 0.2, "evaluator/sampled_tokens": 100.0, "engine/sampled_tokens": 400.0}
+        rows.append({"iteration": 4, "evaluator/accuracy": 0.2 + 1.2 * gain})
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def measured(tmp_path, runs=None, **changes):
+    declaration = declared(**changes)
+    lab = Lab(declaration=declaration, folder=tmp_path, train=runs or Runs())
+    return declaration, {"small": lab.measure("small")}
+
+
+def test_a_family_may_be_judged_by_another_metric_than_greedy_accuracy(tmp_path):
+    lab = Lab(declaration=declared(), folder=tmp_path, train=Runs())
+    family = lab.declaration.families["chains"]
+    # What is compared is part of a cell's form; the usual metric is not, so that older marks hold.
+    other = dataclasses.replace(family, metric="evaluator/mean_at_1")
+    cell = lab.cell("small")
+    assert cell.digest(other) != cell.digest(family) == "ded716977f84"
+    lab.declaration.families["chains"] = other
+    assert lab.plan("small", sweep=False).metric == "evaluator/mean_at_1"
+    assert "Accuracy is `evaluator/mean_at_1`" in cells_block(Results(lab.declaration, {}))
+
+
+def test_a_sweep_widens_at_an_edge_and_its_best_rate_is_frozen(tmp_path):
+    runs = Runs()
+    _, cells = measured(tmp_path, runs)
+    good, grpo = (cells["small"]["methods"][n] for n in ("good", "grpo"))
+    assert list(good["tried"]) == ["5e-05", "0.00015", "0.00045", "0.00135"]
+    assert (good["lr"], grpo["lr"]) == (0.00135, 0.00045)
+    assert list(grpo["tried"]) == ["5e-05", "0.00015", "0.00045", "0.00135"]  # the best was at the edge at first
+    fresh = [run for run in map(plain, runs.trained) if run[-4:-1] != "-s10" and not run.endswith(("s100", "s101"))]
+    assert sorted(fresh) == sorted(
+        [
+            f"{n}-lr{r}-s{s}"
+            for n, r in (("grpo", "0.00045"), ("good", "0.00135"), ("same", "0.00045"))
+            for s in range(3)
+        ]
+    )
+    done = len(runs.trained)
+    assert measured(tmp_path, runs)[1] == cells  # finished runs are kept
+    assert len(runs.trained) == done
+
+
+def test_widening_by_hand():
+    assert widened({1e-4: 0.5, 3e-4: 0.7, 9e-4: 0.6}, 3) is None
+    assert widened({1e-4: 0.5, 3e-4: 0.7}, 3) == pytest.approx(9e-4)
+    assert widened({1e-4: 0.7, 3e-4: 0.7}, 3) == pytest.approx(3.33e-5)  # of equals the lower one
+    assert best_rate({3e-4: 0.7, 1e-4: 0.7}) == 1e-4
+
+
+def test_accuracy_is_compared_at_equal_tokens_and_at_equal_steps(tmp_path):
+    _, cells = measured(tmp_path)
+    # 1,200 tokens in all, 4 steps; gain at 1,000 tokens: 1.2 · gain · 1000/1200
+    row = cells["small"]["methods"]["grpo"]
+    assert row["accuracy"] == pytest.approx([0.5, 0.51, 0.52], abs=1e-4)
+    assert row["end"] == pytest.approx([0.56, 0.572, 0.584], abs=1e-4)
+    assert row["steps"] == pytest.approx([10 / 3] * 3, abs=1e-4)
+    tokens, steps, trained = (p for p in cells["small"]["pairs"] if (p["better"], p["worse"]) == ("good", "grpo"))
+    assert (tokens["at"], steps["at"], trained["at"]) == (1000, 4, 1000)
+    assert tokens["accuracies"][0][0] - tokens["accuracies"][1][0] == pytest.approx(0.1, abs=1e-4)
+    assert steps["took"]["tokens"] == [1200, 1200]
+
+
+def test_verdicts_follow_the_corrected_p_value(tmp_path):
+    declaration, cells = measured(tmp_path)
+    verdicts = Results(declaration, cells).verdicts()
+    words = {name: v.word for name, v in verdicts.items()}
+    assert words == {
+        "good": "shown", "same": "undecided", "steps": "shown", "less": "refuted here", "large": "not testable here",
+    }  # fmt: skip
+    # differences of same: 0, .001, 0 → t = 1, p = .4226; the largest of four
+    assert verdicts["same"].result.p == pytest.approx(0.4226, abs=1e-3)
+    assert verdicts["same"].corrected == pytest.approx(0.4226, abs=1e-3)
+
+
+def test_a_budget_that_ends_before_the_second_step_decides_nothing(tmp_path):
+    declaration, cells = measured(tmp_path, Runs(steps=0.5))
+    results = Results(declaration, cells)
+    assert results.verdicts()["good"].word == "not testable here"
+    assert "the second optimiser step of a run of good and grpo" in claims_block(results)
+    assert "2 (not ranked)" in cells_block(results)
+    assert "1 (" not in readme_block(results)
+
+
+def test_steps_that_are_asked_for_are_where_methods_are_compared(tmp_path):
+    _, cells = measured(tmp_path, steps=3, select="steps")
+    assert [p["at"] for p in cells["small"]["pairs"] if p["axis"] == "steps"] == [3.0] * 3
+
+
+def test_failed_runs_are_listed_and_their_seeds_left_out(tmp_path):
+    declaration, cells = measured(tmp_path, Runs(broken=("good-lr0.00135-s1", "good-lr5e-05-s100")))
+    # Where the runs are is nobody's business but the user's: results.json is published.
+    assert cells["small"]["failed"] == {
+        "good-lr0.00135-s1": "exit code 1, see small/runs/logs",
+        "good-lr5e-05-s100": "exit code 1, see small/sweep/logs",
+    }
+    assert cells["small"]["methods"]["good"]["seeds"] == [0, 2]
+    assert cells["small"]["pairs"][0]["seeds"] == [0, 2]
+    text = cells_block(Results(declaration, cells))
+    assert "Failed: `good-lr0.00135-s1` (exit code 1, see small/runs/logs)." in text
+    row = next(line for line in text.splitlines() if line.startswith("| `good` "))
+    assert row.endswith("| 0.33 | 2 |")  # one of three seeds
+
+
+def test_methods_without_two_seeds_in_common_are_not_compared(tmp_path):
+    declaration, cells = measured(tmp_path, Runs(broken=("good-lr0.00135-s1", "good-lr0.00135-s2")))
+    assert cells["small"]["methods"]["good"]["seeds"] == [0]
+    assert [(p["better"], p["worse"]) for p in cells["small"]["pairs"]] == [("same", "grpo")] * 3
+    results = Results(declaration, cells)
+    assert results.verdicts()["good"].word == "not yet measured"
+    assert "nan" not in claims_block(results)
+
+
+def test_one_slow_run_is_enough_for_no_verdict(tmp_path):
+    declaration = declared()
+    lab = Lab(declaration=declaration, folder=tmp_path, train=Runs())
+    lab.measure("small")
+    plan, cell = lab.plan("small", sweep=False), declaration.cells["small"]
+    curves = {n: dict(enumerate(plan.curves_of(f"{n}-*"))) for n in cell.methods}
+    # 1.5, 10/3 and 10/3 steps at the budget: 2.7 in the mean
+    curves["good"][0] = dataclasses.replace(curves["good"][0], steps=curves["good"][0].steps * 0.45)
+    entry = summary(cell, curves, wanted_pairs(declaration, "small"))
+    results = Results(declaration, {"small": {"digest": declaration.digest("small"), "failed": {}, **entry}})
+    assert results.verdicts()["good"].word == "not testable here"
+
+
+def test_a_cell_that_has_changed_since_counts_as_not_measured(tmp_path):
+    _, cells = measured(tmp_path)
+    results = Results(declared(tokens=900), cells)
+    assert results.cells == {}
+    assert {v.word for v in results.verdicts().values()} == {"not yet measured", "not testable here"}
+    for text in (cells_block(results), compare_block(results), readme_block(results)):
+        assert NOTHING in text
+    assert Results(declared(regime="another reason"), cells).cells == cells
+
+
+def test_runs_of_another_declaration_are_not_taken_for_those_of_this(tmp_path):
+    runs = Runs()
+    measured(tmp_path, runs)
+    count = len(runs.trained)
+    measured(tmp_path, runs, set=("prompts.batch=4",))
+    assert len(runs.trained) == 2 * count
+    changed = entry(baseline="grpo", set=("prompts.batch=8",))
+    methods = {"grpo": entry(), "good": changed, "same": entry(baseline="grpo")}
+    measured(tmp_path, runs, methods=methods)
+    assert {plain(run).partition("-")[0] for run in runs.trained[2 * count :]} == {"good"}
+
+
+def test_numbers_keep_the_commit_at_which_they_were_measured(tmp_path):
+    _, cells = measured(tmp_path)
+    old = json.loads(json.dumps(cells["small"])) | {"commit": "earlier"}
+    assert dated(cells["small"], old)["commit"] == "earlier"
+    assert dated(cells["small"], old | {"methods": {}}) == cells["small"]
+    assert dated(cells["small"], None) == cells["small"]
+
+
+def test_pages_show_the_same_numbers(tmp_path):
+    declaration, cells = measured(tmp_path)
+    results = Results(declaration, cells)
+    difference = "+0.100 [+0.100, +0.100]"
+    assert "Of 5 claims: 1 not testable here, 1 refuted here, 2 shown, 1 undecided." in claims_block(results)
+    for text in (claims_block(results), paper_block(results, "grpo"), cells_block(results), compare_block(results)):
+        assert difference in text
+    assert f"| `good` | 0.610 ± 0.010 | 3 | `grpo` | {difference} |" in readme_block(results)
+    methods = declaration.cells["small"].methods
+    known = {"methods": methods | {"good": dataclasses.replace(methods["good"], knows_errors=True)}}
+    bound = Results(declared(**known), cells)
+    assert bound.cells == cells  # what only pages read is no other measurement
+    assert "`good`" in compare_block(bound)
+    assert "`good`" not in readme_block(bound)  # which names what a user can have
+    assert "| `good` | 0.00135 (edge) |" in cells_block(results)
+    assert "| `grpo` | 0.00045 |" in cells_block(results)
+    assert "good wins." not in paper_block(results, "srpo")
+
+
+def test_results_are_read_back(tmp_path):
+    _, cells = measured(tmp_path / "runs")
+    file = tmp_path / "results.json"
+    file.write_text(as_text(cells))
+    assert read_results(file) == cells
+    assert read_results(tmp_path / "none.json") == {}
+    file.write_text('{"cells": ')
+    with pytest.raises(ConfigError, match=r"results.json is no table of results"):
+        read_results(file)
+
+
+def test_collapse_is_the_share_that_ends_below_its_start_or_not_at_all():
+    row = {"start": [0.2, 0.2, 0.2, 0.2], "end": [0.1, 0.2, 0.3, 0.15]}
+    assert collapsed(row, seeds=4) == 0.5
+    assert collapsed(row, seeds=5) == pytest.approx(0.6)  # the fifth run failed
+
+
+def test_the_estimate_counts_what_is_left(tmp_path):
+    runs = Runs()
+    lab = Lab(declaration=declared(seconds=10), folder=tmp_path, train=runs)
+    # 3 rates · 2 seeds + 3 fresh runs each; two methods at 10 s, one at 7 s
+    assert seconds_left(lab, ["small"]) == {"small": 9 * (10 + 10 + 7)}
+    lab.measure("small")
+    assert seconds_left(lab, ["small"]) == {"small": 0}
+    forget(tmp_path, ["small"])
+    assert seconds_left(lab, ["small"]) == {"small": 9 * 27}
+
+
+def test_rates_chosen_by_steps_need_a_number_of_steps():
+    with pytest.raises(ValueError, match="expected steps above 0"):
+        declared(select="steps")
+
+
+def test_pairs_are_those_of_baselines_and_claims():
+    assert wanted_pairs(declared(), "small") == [("good", "grpo"), ("same", "grpo"), ("grpo", "good")]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("cells: [", "cannot be read as YAML"),
+        ("familys: {}", r"d.yaml.familys: unknown setting. Did you mean 'families'\?"),
+        (
+            "families: {}\ncells: {a: {title: t, family: x, regime: r, tokens: 1, methods: {m: {recipe: toy_grpo}}}}\n"
+            "claims: {}",
+            "cells.a: no family 'x'",
+        ),
+        (
+            "families: {x: {title: t, settings: [data=chains]}}\nclaims: {}\n"
+            "cells: {a: {title: t, family: x, regime: r, tokens: 1, methods: {m: {recipe: toy_grpo}, "
+            "k: {recipe: toy_grpo, baseline: n}}}}",
+            "methods.k.baseline: expected one of m, got n",
+        ),
+    ],
+)
+def test_mistakes_in_a_declaration_are_named(tmp_path, text, found):
+    (tmp_path / "d.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=found):
+        read_declaration(tmp_path / "d.yaml")
+
+
+def test_a_claim_names_methods_of_its_cell():
+    values = vars(declared())
+    with pytest.raises(ValueError, match=r"claims.good: no method 'goood' in cell 'small'. Did you mean 'good'"):
+        Declaration(**values | {"claims": {"good": claim("goood")}})
+    with pytest.raises(ValueError, match="either cell, better and worse, or untestable"):
+        claim(untestable="no")
+
+
+def in_families(gains, few=()):
+    """Cells in which `good`, and `four` with its four steps, gain so much over `grpo` with both of two seeds.
+
+    Each of `gains` is (family, settings of all methods, gain of `good`, gain of `four`); runs of `few` have one step.
+    """
+    cells, measured = {}, {}
+    for place, (family, settings, good, four) in enumerate(gains):
+        name = f"cell{place}"
+        methods = {
+            "grpo": entry(set=settings),
+            "four": entry(set=(*settings, "learner.minibatches=4")),
+            "good": Entry(recipe="toy_good", set=settings, baseline="grpo", knows_errors=True),
+        }
+        if place == 1:  # in this cell the four steps are the first baseline, and grpo is compared with them
+            methods = {name: methods[name] for name in ("four", "grpo", "good")}
+        other = ("grpo", "four", -four) if place == 1 else ("four", "grpo", four)
+        pairs = [
+            {
+                "better": a,
+                "worse": b,
+                "axis": "tokens",
+                "accuracies": [[0.5 + gain] * 2, [0.5] * 2],
+                "fewest_steps": [s, s],
+            }
+            for a, b, gain in (("good", "grpo", good), other)
+            for s in [1.0 if name in few else 9.0]
+        ]
+        cells[name] = Cell(title="A.", family=family, regime="", tokens=1000, methods=methods)
+        measured[name] = {"methods": dict.fromkeys(methods, ()), "pairs": pairs}
+    families = {f: Family(title=f, settings=(f"data={f}",)) for f, *_ in gains}
+    declaration = Declaration(families=families, cells=cells, claims={})
+    return Results(declaration, {n: {**m, "digest": declaration.digest(n)} for n, m in measured.items()})
+
+
+def test_gains_over_families_by_hand():
+    gains = [("a", (), 0.1, 0.01), ("b", ("prompts.batch=4",), 0.2, 0.02), ("c", (), 0.3, -0.01), ("d", (), 0.0, 0.02)]
+    results = in_families([*gains, ("a", (), 0.3, 0.03)])
+    good, four = across_families(results)
+    # Two cells of a family count as one, settings that both methods have make no other method.
+    assert (good.method, good.baseline) == ("good", "grpo")
+    assert good.gains == pytest.approx({"a": 0.2, "b": 0.2, "c": 0.3, "d": 0.0})
+    assert good.result.difference == pytest.approx(0.175)
+    assert good.result.pairs == 4
+    assert (four.method, four.baseline) == ("grpo learner.minibatches=4", "grpo")
+    assert four.gains == pytest.approx({"a": 0.02, "b": 0.02, "c": -0.01, "d": 0.02})
+    assert "| `grpo learner.minibatches=4` | `grpo` | 3 of 4 | +0.013 " in across_block(results)
+    assert "`good`" in across_block(results)
+    assert "`good`" not in across_block(results, bounds=False)
+    assert across_families(in_families(gains[:3])) == []
+    assert across_families(in_families(gains, few=("cell3",))) == []
+    assert across_block(in_families(gains[:3])) == NOTHING
