@@ -104,7 +104,7 @@ def across_block(results: Results) -> str:
 
 
 def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:
-    """docs/creditbench.md: whether a score of credit foretells what training gains, and the table of the study."""
+    """docs/lab.md: whether a score of credit foretells what training gains, and the table of the study."""
     if not scores.exists():
         return {"foretells": NOTHING, "study": NOTHING}
     cells = [
