@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
+from creditgraph.pipeline.core.errors import extra
+
+if TYPE_CHECKING:
+    import httpx
 
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses of failures that may pass
 _MAX_WAIT = 30.0  # seconds
@@ -52,6 +55,9 @@ class Server:
     def __init__(self, url: str, settings: ServerSettings) -> None:
         self.url = url
         self.settings = settings
+        with extra("train", f"requests to {url}"):
+            import httpx
+
         self._client = httpx.Client(limits=httpx.Limits(max_connections=settings.concurrency))
 
     def close(self) -> None:
@@ -109,6 +115,8 @@ def post(
         retries: further tries after a temporary failure (no connection, time-out, HTTP 408, 425, 429, 5xx).
         wait: seconds before the first further try; doubled each time, at most 30.
     """
+    import httpx
+
     reason = ""
     for attempt in range(retries + 1):
         if attempt:

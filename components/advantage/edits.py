@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
+from creditgraph.pipeline.core.errors import extra
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Rewards, Trajectories
 
@@ -22,6 +22,8 @@ def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[boo
     >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
     ([False, True, False], [False, True, False, True], 2)
     """
+    from rapidfuzz.distance import Levenshtein
+
     left = [False] * len(first)
     right = [False] * len(second)
     operations = Levenshtein.editops(first, second)
@@ -41,6 +43,9 @@ def fewest_edits(
     For each failure, the successful revision with the smallest Levenshtein distance is chosen, the first one on a tie.
     A revision equal to its original, for which the verifier contradicts itself, is not chosen.
     """
+    with extra("train", "the alignment of revisions"):
+        from rapidfuzz.distance import Levenshtein
+
     tokens = trajectories.response_tokens.to_lists()
     revised = revisions.response_tokens
     parent_rows = trajectories.index_of(revisions.parent)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from creditgraph.components.environment.base import EnvironmentComponent
 from creditgraph.components.http import check_url, post
 from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.errors import extra
+
+if TYPE_CHECKING:
+    import httpx
 
 _LONGEST = 3600.0  # seconds of a request
 
@@ -76,6 +78,9 @@ class Remote(EnvironmentComponent):
     def setup(self, context: Context) -> None:
         """Makes the client; nothing is sent yet."""
         super().setup(context)
+        with extra("train", "environment.http"):
+            import httpx
+
         self._client = httpx.Client(headers=self.config.headers, limits=httpx.Limits(max_connections=None))
 
     def close(self) -> None:

@@ -9,14 +9,15 @@ import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from creditgraph.components.environment.base import EnvironmentComponent
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError, extra
 from creditgraph.pipeline.core.handles import Step
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 _HARNESS = "creditgraph_single_call"  # the name by which verifiers finds our harness
 _SESSION = "X-Session-ID"  # header of a model call: the id of its trace
@@ -142,6 +143,7 @@ class Verifiers(EnvironmentComponent):
         if not self.config.taskset:
             raise ConfigError(f"node '{context.node}': no taskset; set {context.node}.taskset to its id or module.")
         with extra("verifiers", "environment.verifiers"):
+            import aiohttp  # noqa: F401  # serves the model calls
             import verifiers.v1 as vf
             from verifiers.v1.configs.agent import agent_config_fields
         from creditgraph.components.environment import verifiers_harness
@@ -200,6 +202,8 @@ class Verifiers(EnvironmentComponent):
         return self._tasks[index]
 
     async def _serve(self) -> int:
+        from aiohttp import web
+
         application = web.Application(client_max_size=1 << 30)
         application.router.add_post("/v1/chat/completions", self._complete)
         runner = web.AppRunner(application, shutdown_timeout=1)
@@ -210,6 +214,8 @@ class Verifiers(EnvironmentComponent):
         return int(runner.addresses[0][1])
 
     async def _complete(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
         try:
             text = await self.episodes[request.headers[_SESSION]].called((await request.json())["messages"])
         except TypeError as error:

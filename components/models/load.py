@@ -57,6 +57,19 @@ def _named(path: str) -> str:
     return path
 
 
+def cached_file(model: str, name: str) -> Path | None:
+    """A file of a hub model in the local cache; None where it is not there, or no hub client is installed."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        file = try_to_load_from_cache(model, name)
+    except ValueError:  # no name of a hub model
+        return None
+    return Path(file) if isinstance(file, str) else None
+
+
 @cache
 def _check_hub(name: str) -> None:
     """Asks the hub once for a model that is not in the local cache.
@@ -66,10 +79,10 @@ def _check_hub(name: str) -> None:
     Raises:
         DataError: there is no such model, it may not be read, or the hub does not answer.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    if HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if HF_HUB_OFFLINE or cached_file(name, "config.json"):
         return
     retries = logging.getLogger("huggingface_hub.utils._http")
     level = retries.level
@@ -126,14 +139,12 @@ def load_tokenizer(spec: ModelSpec) -> Any:
 
 def chat_template_at_hand(spec: ModelSpec) -> str | None:
     """The chat template of a model folder, or of a hub model in the local cache; None where neither has one."""
-    from huggingface_hub import try_to_load_from_cache
-
     folder = Path(_named(spec.path))
     for name in _TEMPLATE_FILES:
-        file = folder / name if folder.is_dir() else try_to_load_from_cache(spec.path, name)
-        if not isinstance(file, str | Path) or not Path(file).is_file():
+        file = folder / name if folder.is_dir() else cached_file(spec.path, name)
+        if file is None or not file.is_file():
             continue
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        text = file.read_text(encoding="utf-8", errors="replace")
         if name.endswith(".jinja"):
             return text
         with suppress(ValueError, AttributeError):

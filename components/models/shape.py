@@ -203,17 +203,15 @@ def known_shape(path: str) -> Shape | None:
 
     None for a model that is in neither, or that the formulas do not cover.
     """
-    from huggingface_hub import try_to_load_from_cache
-
-    from creditgraph.components.models.load import EMBEDDED
+    from creditgraph.components.models.load import EMBEDDED, cached_file
 
     file = (EMBEDDED.get(path) or Path(path).expanduser()) / "config.json"
     if not file.is_file():
         known = SHAPES.get(path.rpartition("/")[2].lower())
-        cached = try_to_load_from_cache(path, "config.json") if known is None and path.count("/") == 1 else None
-        if not isinstance(cached, str):
+        cached = cached_file(path, "config.json") if known is None and path.count("/") == 1 else None
+        if cached is None:
             return known
-        file = Path(cached)
+        file = cached
     try:
         return Shape.read(str(file))
     except ConfigError:

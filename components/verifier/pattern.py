@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import regex
-
 from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 from creditgraph.components.verifier.exact import normalise
+from creditgraph.pipeline.core.errors import extra
 
 
 def compile_pattern(pattern: str) -> Any:
@@ -19,6 +18,9 @@ def compile_pattern(pattern: str) -> Any:
     Raises:
         ValueError: the pattern is empty or malformed.
     """
+    with extra("train", "verifier.regex"):
+        import regex
+
     if not pattern:
         raise ValueError("pattern is empty, expected a regular expression.")
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from creditgraph.pipeline.core.component import Component
-from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, raised_text
 from creditgraph.pipeline.core.registry import load_class
 from creditgraph.pipeline.core.settings import setting_docs, type_text
 from creditgraph.pipeline.core.sockets import Socket, sockets_of
@@ -44,15 +44,17 @@ class Entry:
         settings: documented settings, nested ones with dotted names.
         paper: arXiv id or name of the source, "" without one.
         placement: "replica" or "collective".
+        problem: why the class cannot be loaded, "" where it can; then only `summary` says something.
     """
 
     summary: str
-    doc: str
-    takes: dict[str, str]
-    makes: dict[str, str]
-    settings: list[Setting]
-    paper: str
-    placement: str
+    doc: str = ""
+    takes: dict[str, str] = field(default_factory=dict)
+    makes: dict[str, str] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
+    paper: str = ""
+    placement: str = ""
+    problem: str = ""
 
 
 def describe(use: str) -> Entry:
@@ -71,6 +73,15 @@ def describe(use: str) -> Entry:
         paper=cls.paper,
         placement=cls.placement,
     )
+
+
+def listed(use: str) -> Entry:
+    """`describe`, or an entry with the problem: one class that cannot be loaded does not end a listing."""
+    try:
+        return describe(use)
+    except Exception as error:  # importing the code of others may fail in any way
+        problem = str(error) if isinstance(error, CreditgraphError) else raised_text(error)
+        return Entry(summary=f"cannot be loaded: {problem}", problem=problem)
 
 
 def settings_of(config_class: type) -> list[Setting]:

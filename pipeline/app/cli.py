@@ -36,7 +36,7 @@ from creditgraph.pipeline.app.commands import (
     train,
 )
 from creditgraph.pipeline.app.completion import complete
-from creditgraph.pipeline.core.errors import CreditgraphError, did_you_mean, raised_text
+from creditgraph.pipeline.core.errors import CreditgraphError, any_extra, did_you_mean, raised_text
 
 
 class Command(Protocol):
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Components of the user's own, named as module:Class; last, so that no file of that folder replaces a library's.
     sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())] + [os.getcwd()]
     try:
-        with _quiet_torch():
+        with _quiet_torch(), any_extra():
             return command.main(options)
     except CreditgraphError as error:
         if os.environ.get("CREDITGRAPH_TRACEBACK"):

@@ -18,6 +18,10 @@ class ConfigError(CreditgraphError):
     """A wrong setting, override, recipe or graph file."""
 
 
+class MissingExtraError(ConfigError):
+    """A package of an extra is not installed."""
+
+
 class GraphError(CreditgraphError):
     """One or more wiring problems; `problems` holds each as its own sentence."""
 
@@ -78,6 +82,23 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
+# Extra of pyproject.toml → the modules that its packages install and that only it installs.
+EXTRAS = {
+    "train": "transformers datasets huggingface_hub tokenizers math_verify rich rapidfuzz httpx regex",
+    "vllm": "vllm accelerate",
+    "sglang": "sglang",
+    "megatron": "megatron mbridge",
+    "transformer-engine": "transformer_engine",
+    "lora": "peft",
+    "plots": "matplotlib vl_convert",
+    "tensorboard": "tensorboard PIL",
+    "wandb": "wandb",
+    "openenv": "websockets",
+    "verifiers": "verifiers aiohttp",
+    "tasks": "reasoning_gym",
+}
+
+
 @contextmanager
 def extra(name: str, use: str, otherwise: str = "") -> Iterator[None]:
     """Inside, an import that fails becomes one sentence with the command that installs the extra.
@@ -91,16 +112,38 @@ def extra(name: str, use: str, otherwise: str = "") -> Iterator[None]:
         otherwise: what to do without it, such as "set run.wandb.mode=disabled".
 
     Raises:
-        ConfigError: a package is missing or cannot be imported.
+        MissingExtraError: a package is missing or cannot be imported.
     """
     try:
         yield
     except ImportError as error:
-        rest = f", or {otherwise}" if otherwise else ""
-        raise ConfigError(
-            f"{use}: a package of the extra '{name}' cannot be imported ({error}). "
-            f"Install it with: pip install 'creditgraph[{name}]'{rest}."
-        ) from error
+        raise _missing(error, extra_of(error) or name, f"{use}: ", otherwise) from error
+
+
+@contextmanager
+def any_extra() -> Iterator[None]:
+    """As `extra`, for whichever extra a missing package belongs to; other failed imports pass."""
+    try:
+        yield
+    except ImportError as error:
+        name = extra_of(error)
+        if not name:
+            raise
+        raise _missing(error, name) from error
+
+
+def _missing(error: ImportError, name: str, use: str = "", otherwise: str = "") -> MissingExtraError:
+    rest = f", or {otherwise}" if otherwise else ""
+    return MissingExtraError(
+        f"{use}a package of the extra '{name}' cannot be imported ({error}). "
+        f"Install it with: pip install 'creditgraph[{name}]'{rest}."
+    )
+
+
+def extra_of(error: ImportError) -> str:
+    """The extra whose package is missing, "" if none is."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return next((name for name, packages in EXTRAS.items() if missing in packages.split()), "")
 
 
 def find_package(name: str) -> None:

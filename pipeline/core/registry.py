@@ -1,7 +1,8 @@
 """Component names. Strings only, so that listing them imports nothing.
 
-A graph's `use` may name a registered component ("sampler.chains") or any class as "package.module:Class". Other
-packages add names through the entry-point group ``creditgraph.components`` (name = "package.module:Class").
+A graph's `use` may name a registered component ("sampler.chains") or any class as "package.module:Class" or
+"path/to/file.py:Class". Other packages add names through the entry-point group ``creditgraph.components`` (name =
+"package.module:Class").
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from creditgraph.pipeline.core.errors import ConfigError, did_you_mean, raised_text
+from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.errors import ConfigError, any_extra, did_you_mean, raised_text
 from creditgraph.pipeline.core.settings import build_config
 
 ENTRY_POINT_GROUP = "creditgraph.components"
@@ -103,8 +105,9 @@ BUILTIN: dict[str, str] = {
     "evaluator.resets": "creditgraph.components.evaluator.resets:Resets",
 }
 
-# "package.module:Class"; a registered name has no colon.
-_EXTERNAL = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+# "package.module:Class" or "path/to/file.py:Class"; a registered name has no colon.
+_EXTERNAL = re.compile(r"^([A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*$")
+_OLD = re.compile(r"^(pipeline|components)\.[\w.]+:")  # names from before everything was imported from creditgraph
 
 
 @cache
@@ -118,22 +121,27 @@ def known_components() -> dict[str, str]:
 
 
 def target_of(use: str) -> str:
-    """Resolves a graph's `use` to "module:Class"; raises ConfigError for an unknown name."""
+    """Resolves a graph's `use` to "module:Class" or "file.py:Class"; raises ConfigError for an unknown name."""
     if use in known_components():
         return known_components()[use]
+    if _OLD.match(use) and ROOT.joinpath(*use.partition(":")[0].split(".")).with_suffix(".py").is_file():
+        raise ConfigError(f"component '{use}' is now 'creditgraph.{use}'; write that.")
     if _EXTERNAL.match(use):
         return use
     raise ConfigError(
-        f"unknown component '{use}'; expected a registered name or "
-        f"'package.module:Class'.{did_you_mean(use, known_components())}"
+        f"unknown component '{use}'; expected a registered name, "
+        f"'package.module:Class' or 'path/to/file.py:Class'.{did_you_mean(use, known_components())}"
     )
 
 
 def load_class(use: str) -> Any:
     """Imports the class that a graph's `use` names."""
-    module_name, class_name = target_of(use).split(":")
+    module_name, _, class_name = target_of(use).rpartition(":")
+    if module_name.endswith(".py"):
+        return _class_of_file(use)
     try:
-        module = importlib.import_module(module_name)
+        with any_extra():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"component '{use}': module '{error.name}' cannot be imported; install it or correct '{module_name}'."
@@ -148,6 +156,17 @@ def load_class(use: str) -> Any:
     if not isinstance(cls, type):
         raise ConfigError(f"component '{use}': {module_name}:{class_name} is not a class.")
     return cls
+
+
+@cache  # every import of a file makes new classes
+def _class_of_file(use: str) -> Any:
+    try:
+        found = load_own(use, "class")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(found, type):
+        raise ConfigError(f"component '{use}' is not a class.")
+    return found
 
 
 def load_own(name: str, what: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from creditgraph.pipeline.core.component import Component, Context, ShardWrites
 from creditgraph.pipeline.core.encoding import Encoded, encode
-from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError, any_extra
 from creditgraph.pipeline.core.handles import Handle
 from creditgraph.pipeline.core.payloads import Payload
 from creditgraph.pipeline.core.ranks import use_device
@@ -186,7 +186,8 @@ class NodeRunner:
         use_device(self.context.device)
         place = f"{self.node.name} ({self.node.use}), {what}"
         try:
-            yield
+            with any_extra():
+                yield
         except CreditgraphError as error:
             error.args = (f"{place}: {error}", *error.args[1:])
             raise

@@ -6,13 +6,14 @@ import hashlib
 import logging
 import ssl
 from functools import cache
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from creditgraph.components.engine.served.addresses import UNIX, Address
 from creditgraph.components.engine.served.process import KEY_VARIABLE
-from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.errors import RunError, extra
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger("creditgraph")
 
@@ -22,6 +23,9 @@ CONNECT_SECONDS = 10.0
 
 def new_client(address: Address) -> httpx.AsyncClient:
     """A client that sends the server's key; the host in its base URL differs between servers on Unix sockets too."""
+    with extra("train", "a connection to a server"):
+        import httpx
+
     # Servers close idle connections after 5 s by default, counted from when they responded, which may be long before we
     # read it.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * LANE_REQUESTS, keepalive_expiry=1.0)
@@ -49,6 +53,8 @@ async def check_closed(address: Address, name: str, own: bool) -> None:
     """
     if address.url.startswith(UNIX):
         return
+    import httpx
+
     try:
         async with new_client(Address(url=address.url)) as stranger:
             response = await stranger.get("/v1/models", timeout=CONNECT_SECONDS)
@@ -64,5 +70,7 @@ async def check_closed(address: Address, name: str, own: bool) -> None:
 
 @cache
 def _certificates() -> ssl.SSLContext:
+    import httpx
+
     # Shared: making one takes 20 ms, and a server has a client per lane.
     return httpx.create_ssl_context(trust_env=False)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from creditgraph.components.engine.channel import Update
@@ -32,6 +33,14 @@ Take = Callable[[RowResponse, bool], bool]
 
 class ServerError(CreditgraphError):
     """A server that returned an error, a malformed response, or nothing."""
+
+
+@cache
+def failures() -> tuple[type[Exception], ...]:
+    """What a request raises that the server refuses, or does not respond to."""
+    import httpx
+
+    return (httpx.HTTPError, httpx.InvalidURL, ServerError, OSError)
 
 
 class RefusedError(ServerError):

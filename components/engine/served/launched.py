@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import httpx
+from typing import TYPE_CHECKING
 
 from creditgraph.components.engine.served.addresses import (
     LOOPBACK,
@@ -21,17 +20,19 @@ from creditgraph.components.engine.served.addresses import (
     wait_for_server,
 )
 from creditgraph.components.engine.served.connection import LANE_REQUESTS, new_client
-from creditgraph.components.engine.served.dialect import Dialect, ServerError, WrongKeyError
+from creditgraph.components.engine.served.dialect import Dialect, WrongKeyError, failures
 from creditgraph.components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
 from creditgraph.components.engine.served.settings import PoolSettings
 from creditgraph.pipeline.core.errors import CreditgraphError, RunError
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger("creditgraph")
 
 START_TRIES = 3  # another process may use the port between our check and the server's start
 CHECK_SECONDS = 10.0  # for one health check or version query
 GATE_SECONDS = 0.1  # between two looks at whether a server may start
-NOT_READY = (httpx.HTTPError, httpx.InvalidURL, ServerError, TimeoutError, OSError)
 _PORT_TAKEN = ("address already in use", "errno 98")
 
 
@@ -145,7 +146,7 @@ class Launched:
             try:
                 if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
                     return ""
-            except NOT_READY as error:
+            except failures() as error:
                 last = describe(error)
                 # A server of ours knows the key: then another one has taken its port, and ours is about to end.
                 if isinstance(error, WrongKeyError) and self.process is None:

@@ -16,8 +16,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
-
 from creditgraph.components.engine.channel import Update
 from creditgraph.components.engine.messages import (
     BadResponse,
@@ -26,7 +24,7 @@ from creditgraph.components.engine.messages import (
     ScoreResponse,
 )
 from creditgraph.components.engine.served.addresses import Address, with_keys, write_rendezvous
-from creditgraph.components.engine.served.dialect import Dialect, RefusedError, ServerError, result_of
+from creditgraph.components.engine.served.dialect import Dialect, RefusedError, ServerError, failures, result_of
 from creditgraph.components.engine.served.server import Interrupted, Server
 from creditgraph.components.engine.served.settings import PoolSettings
 from creditgraph.components.engine.served.tasks import Feed, Reset, Task, sampling, scoring
@@ -278,7 +276,7 @@ class ServerPool:
                 self._counters["retries"] += 1
                 task.undo(request.row)
                 continue
-            except (ServerError, BadResponse, httpx.HTTPError, OSError) as error:
+            except (*failures(), BadResponse) as error:
                 self._counters["retries"] += 1
                 task.undo(request.row)
                 wrong.append(server)

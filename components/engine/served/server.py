@@ -8,37 +8,44 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
-
-import httpx
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from creditgraph.components.engine.channel import Update
 from creditgraph.components.engine.probe import compare_logprobs
 from creditgraph.components.engine.served.addresses import relocated
 from creditgraph.components.engine.served.connection import check_closed
-from creditgraph.components.engine.served.dialect import InFlight, ServerError, parsing, result_of
-from creditgraph.components.engine.served.launched import CHECK_SECONDS, NOT_READY, Launched, describe
+from creditgraph.components.engine.served.dialect import InFlight, ServerError, failures, parsing, result_of
+from creditgraph.components.engine.served.launched import CHECK_SECONDS, Launched, describe
 from creditgraph.pipeline.core.errors import CreditgraphError, RunError
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger("creditgraph")
 
 T = TypeVar("T")
-Send = Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, T]]
+Send = Callable[["httpx.AsyncClient", str], Coroutine[Any, Any, T]]
 """Sends a request of the given id over a client."""
 State = Literal["starting", "ready", "updating", "asleep", "lost", "gone"]
 BREAKER = 3  # consecutive failures after which a server is taken out of the pool
 ABORT_SECONDS = 2.0
 RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back
-_FAULTS = (
-    *NOT_READY,
-    CreditgraphError,
-    RuntimeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-)
+
+
+@cache
+def _faults() -> tuple[type[Exception], ...]:
+    """What a server's answer, or none, may raise."""
+    return (
+        *failures(),
+        CreditgraphError,
+        RuntimeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    )
 
 
 class Interrupted(Exception):
@@ -125,7 +132,7 @@ class Server(Launched):
                 f"(engine.pool.update_seconds), but it was {stage} for {time.monotonic() - begin:.1f} s."
                 f"{self.log_lines()}"
             ) from None
-        except _FAULTS as error:
+        except _faults() as error:
             raise RunError(f"{self.name}: failed while {stage}: {describe(error)}{self.log_lines()}") from error
         finally:
             if update.transfer is not None:
@@ -151,7 +158,7 @@ class Server(Launched):
                 while self.running:
                     await asyncio.wait(self.running.values())
                 await self.dialect.sleep(self.client)
-        except _FAULTS as error:
+        except _faults() as error:
             raise RunError(f"{self.name}: it cannot sleep: {describe(error)}{self.log_lines()}") from error
         self._asleep = True
         self.label = None
@@ -254,7 +261,7 @@ class Server(Launched):
                     continue
                 logger.warning("%s is back in the pool with weights version %d.", self.name, update.version)
                 return
-            except _FAULTS as error:
+            except _faults() as error:
                 self.reason = describe(error)
                 self._become("lost")
                 restart = True
@@ -283,7 +290,7 @@ class Server(Launched):
                         if progress is not None and progress != last_progress:
                             last_progress = progress
                             moved = time.monotonic()
-            except _FAULTS as error:
+            except _faults() as error:
                 self.reason = describe(error)
             now = time.monotonic()
             moved = max(moved, self.responded) if self.running else now
@@ -308,7 +315,7 @@ class Server(Launched):
             if task is not None:
                 task.cancel()
         if ids and self.process is None:
-            with contextlib.suppress(*_FAULTS):  # if the server is gone, so are its requests
+            with contextlib.suppress(*_faults()):  # if the server is gone, so are its requests
                 await asyncio.wait_for(self.dialect.abort(self.client, ids), ABORT_SECONDS)
         await self.stop_process()
         await self.disconnect()

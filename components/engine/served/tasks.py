@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, check_score
 from creditgraph.components.engine.served.dialect import Dialect
+
+if TYPE_CHECKING:
+    import httpx
 
 Feed = Callable[[int, RowResponse, bool], bool]
 """(row, the next part of its response, whether it is the last) → whether the row has ended; or raises BadResponse"""

@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import httpx
 import torch
 
 from creditgraph.components.engine.bucket import Bucket
@@ -26,6 +25,7 @@ from creditgraph.components.engine.served.dialect import (
     Take,
     as_arguments,
     call,
+    failures,
     parsing,
     read_stream,
     result_of,
@@ -36,6 +36,9 @@ from creditgraph.components.engine.sglang.checks import expected_hashes, first_d
 from creditgraph.components.engine.sglang.settings import SGLangSettings
 from creditgraph.components.engine.weight_files import checksum_of
 from creditgraph.components.models.weights import read_file
+
+if TYPE_CHECKING:
+    import httpx
 
 # Without CUDA: SGLang's own CPU engine, no compilation, plain attention.
 _CPU_VARIABLES = {
@@ -177,7 +180,7 @@ class SGLangDialect:
 
         async def end() -> None:
             # A request that the server does not end runs to its own end and is read until then.
-            with contextlib.suppress(ServerError, httpx.HTTPError, OSError):
+            with contextlib.suppress(*failures()):
                 await self.abort(client, [request_id])
 
         streamed = wire.streamed(body, self._settings.stream_tokens)

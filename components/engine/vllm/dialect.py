@@ -16,9 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from creditgraph.components.engine.bucket import Bucket, share
 from creditgraph.components.engine.channel import PREFIX, Update
@@ -37,6 +35,7 @@ from creditgraph.components.engine.served.dialect import (
     as_arguments,
     call,
     check_status,
+    failures,
     read_stream,
     result_of,
 )
@@ -46,6 +45,9 @@ from creditgraph.components.engine.vllm.replies import read_event, read_response
 from creditgraph.components.engine.vllm.route import ROWS
 from creditgraph.components.engine.vllm.settings import VllmSettings
 from creditgraph.pipeline import ROOT
+
+if TYPE_CHECKING:
+    import httpx
 
 EXTENSION = "creditgraph.components.engine.vllm.worker.WorkerExtension"
 SCHEDULER = "creditgraph.components.engine.vllm.scheduler.exact_scheduler"
@@ -315,7 +317,7 @@ class VllmDialect:
             known.ending = []
         # A request that the server does not end runs to its own end and is read until then; a server that is gone
         # cuts it off.
-        with contextlib.suppress(ServerError, httpx.HTTPError, OSError):
+        with contextlib.suppress(*failures()):
             await self.abort(client, ids)
 
     async def _load_adapter(self, client: httpx.AsyncClient, update: Update) -> None:

@@ -15,16 +15,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx
+from typing import TYPE_CHECKING
 
 from creditgraph.components.http import post
 from creditgraph.components.localizer.self_localizer import parse_step
 from creditgraph.components.text.templates import localize_request
 from creditgraph.lab.localization.labels import Labels
 from creditgraph.lab.localization.records import Failure
-from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.errors import ConfigError, RunError, extra
 from creditgraph.pipeline.run.metrics import read_lines
+
+if TYPE_CHECKING:
+    import httpx
 
 KEY = "OPENAI_API_KEY"  # environment variable
 GIVE_UP = 16  # failed requests in a row
@@ -55,6 +57,9 @@ class JudgeSettings:
     wait: float = 0.5
 
     def __post_init__(self) -> None:
+        with extra("train", "--judge"):
+            import httpx
+
         try:
             sound = httpx.URL(self.url).scheme in ("http", "https") and bool(httpx.URL(self.url).host)
         except httpx.InvalidURL:
@@ -133,6 +138,8 @@ def _ask(
     settings: JudgeSettings, missing: dict[str, Failure], cache: Path, progress: Callable[[str], None]
 ) -> tuple[dict[str, str], Counter[str]]:
     """New answers by key, each written as it comes, and why requests failed."""
+    import httpx
+
     answers: dict[str, str] = {}
     reasons: Counter[str] = Counter()
     headers = {"Authorization": f"Bearer {os.environ[KEY].strip()}"} if os.environ.get(KEY) else {}

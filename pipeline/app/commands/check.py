@@ -31,9 +31,10 @@ def main(options: argparse.Namespace) -> int:
     from creditgraph.pipeline.app.trial import try_component
     from creditgraph.pipeline.core.component import Component
     from creditgraph.pipeline.core.contract import check_component
+    from creditgraph.pipeline.core.registry import load_class
     from creditgraph.pipeline.run.compose.overrides import parse_settings
 
-    cls = _load(options.target)
+    cls = load_class(options.target)
     settings = parse_settings(options.set)
     is_component = isinstance(cls, type) and issubclass(cls, Component)
     plays = not is_component and callable(getattr(cls, "step", None))
@@ -51,19 +52,6 @@ def main(options: argparse.Namespace) -> int:
     follows = f"follows the {'environment' if plays else 'component'} contract"
     print(f"{options.target}: {f'{len(findings)} to fix' if findings else follows} ({note})")
     return 1 if findings else 0
-
-
-def _load(target: str) -> Any:
-    """The class that is named, of a module or of a file."""
-    from creditgraph.pipeline.core.errors import ConfigError
-    from creditgraph.pipeline.core.registry import load_class, load_own
-
-    if ".py:" not in target:
-        return load_class(target)
-    try:
-        return load_own(target, "class")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _play(cls: Any, target: str, settings: dict[str, Any], problems: Path | None) -> tuple[list[str], str]:

@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
         if len(options.names) > 1:
             raise ConfigError("components: 'run' stands for the settings run.*; expected it alone, or components.")
         return _list_run_settings(options.json)
-    from creditgraph.pipeline.app.catalog import describe
+    from creditgraph.pipeline.app.catalog import describe, listed
 
     known = known_components()
     names: list[str] = []
@@ -41,12 +41,15 @@ def main(options: argparse.Namespace) -> int:
         if not kind and requested not in known and ":" not in requested:
             raise ConfigError(f"no component '{requested}'.{did_you_mean(requested, known)}")
         names += kind or [requested]
-    entries = {name: describe(name) for name in (names or known)}
+    describe_one = describe if len(names) == 1 else listed
+    entries = {name: describe_one(name) for name in (names or known)}
     if options.json:
         print(json.dumps({name: asdict(entry) for name, entry in entries.items()}, indent=1))
         return 0
     for name, entry in entries.items():
         print(f"{name:22} {entry.summary}" + (f"  [{entry.paper}]" if entry.paper else ""))
+        if entry.problem:
+            continue
         print(f"{'':22}   takes {', '.join(f'{k}: {v}' for k, v in entry.takes.items()) or 'nothing'}")
         print(f"{'':22}   makes {', '.join(f'{k}: {v}' for k, v in entry.makes.items())}")
         if options.names:

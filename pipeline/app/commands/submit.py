@@ -124,19 +124,17 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
 
 def model_folder(path: str) -> tuple[str, Path]:
     """`model.path`, and the folder with its files; ConfigError where they are not on this machine."""
-    from huggingface_hub import try_to_load_from_cache
-
-    from creditgraph.components.models.load import resolve_model_path
+    from creditgraph.components.models.load import cached_file, resolve_model_path
 
     folder = Path(resolve_model_path(path))
     if not folder.is_dir():
-        file = try_to_load_from_cache(path, "config.json")
-        if not isinstance(file, str):
+        file = cached_file(path, "config.json")
+        if file is None:
             raise ConfigError(
                 f"cluster.scratch: model '{path}' is not in the hub's cache of this machine, so nodes cannot copy it. "
                 f"Download it with `hf download {path}`, or set cluster.scratch_copies=[environment]."
             )
-        folder = Path(file).parent
+        folder = file.parent
     return path, folder.resolve()
 
 

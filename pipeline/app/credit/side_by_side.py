@@ -16,7 +16,7 @@ from creditgraph.pipeline.app.credit.sessions import CreditRun, learner_of, samp
 from creditgraph.pipeline.app.credit.statistics import pearson
 from creditgraph.pipeline.app.credit.thought_credit import effective_credit, per_thought
 from creditgraph.pipeline.app.credit.truth import Truth, thought_ends, true_values
-from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, MissingExtraError, RunError
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Credit, Prompts, Trajectories
@@ -63,7 +63,7 @@ class Comparison:
         reward: outcome per row.
         columns: one per recipe, then the truth where there is one.
         error: 1-based first wrong thought per row, 0 where there is none or the task cannot tell.
-        tokenizer: tokenizer of the policy.
+        tokenizer: tokenizer of the policy; None where its model cannot be loaded.
         notes: sentences about the run.
     """
 
@@ -119,7 +119,7 @@ def _compare(
     columns = [_column(name, experiment, source, chosen, truth) for name, experiment in experiments.items()]
     if truth is not None:
         columns.append(_true_column(truth, trajectories, samples))
-    elif samples:
+    elif samples and source.policy is not None:
         replay.notes.append("the task does not know its steps, so no true advantage is shown")
     return Comparison(
         iteration=iteration,
@@ -129,7 +129,7 @@ def _compare(
         reward=source.verifier.verify(source.prompts, trajectories).value.tolist(),
         columns=columns,
         error=truth.error.tolist() if truth is not None else [0] * len(trajectories),
-        tokenizer=source.policy.tokenizer,
+        tokenizer=source.policy and source.policy.tokenizer,
         notes=list(dict.fromkeys(replay.notes)),
     )
 
@@ -142,12 +142,18 @@ class _Source:
         self.iteration = iteration
         self.population = population
         self.prompts: Prompts = self._first(Prompts)
-        self.policy: Policy = self._first(Policy)
+        self.policy: Policy | None = self._first(Policy, needed=False)
         self.verifier: Verifier = self._first(Verifier)
 
-    def _first(self, kind: type) -> Any:
+    def _first(self, kind: type, needed: bool = True) -> Any:
         for wire in self.replay.graph.outputs_of(kind):
-            return self.replay.value(wire, self.iteration)
+            try:
+                return self.replay.value(wire, self.iteration)
+            except MissingExtraError as error:
+                if needed:
+                    raise
+                self.replay.notes.append(f"token ids instead of texts, and no true advantage: {error}")
+                return None
         raise ConfigError(
             f"{self.replay.path}: its graph has no {kind.__name__}; expected a run that samples and verifies."
         )
@@ -180,7 +186,7 @@ def _choose(source: _Source, rows: int) -> torch.Tensor:
 
 
 def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth | None:
-    if not samples or not has_oracle(source.prompts):
+    if not samples or source.policy is None or not has_oracle(source.prompts):
         return None
     stream = Stream(source.replay.experiment.run.seed, "side_by_side", source.iteration)
     sampling = sampling_of(source.replay.graph)
@@ -239,7 +245,7 @@ def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]
     shared: dict[str, dict[str, Any]] = {}
     for node in graph.nodes:
         for output, socket in node.sockets.outputs.items():
-            values: list[Any] = [value for kind, value in handles if socket.carries(kind)]
+            values: list[Any] = [value for kind, value in handles if value is not None and socket.carries(kind)]
             if node in samplers and socket.carries(Trajectories):
                 values.append(_rollouts(node, output, own[node.use] if same else None, source))
             if values:

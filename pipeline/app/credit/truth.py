@@ -56,11 +56,14 @@ class Truth:
         return tokens.with_values(self.advantage.values[segment_of_token(self.ends, tokens)])
 
 
-def thought_ends(trajectories: Trajectories, policy: Policy) -> Jagged:
-    """Exclusive thought ends, int32, that cover each response; plain responses are cut after each stop string."""
+def thought_ends(trajectories: Trajectories, policy: Policy | None) -> Jagged:
+    """Exclusive thought ends, int32, that cover each response; plain responses are cut after each stop string.
+
+    Without a policy, whose tokenizer reads them, plain responses are one thought.
+    """
     ends = trajectories.thought_ends
     plain = ends.lengths == 0
-    if bool(plain.any()):
+    if bool(plain.any()) and policy is not None:
         rows = ends.to_lists()
         texts = token_texts(policy.tokenizer, trajectories.response_tokens.select(plain))
         for row, pieces in zip(plain.nonzero(as_tuple=True)[0].tolist(), texts, strict=True):

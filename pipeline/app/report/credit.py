@@ -8,6 +8,7 @@ from typing import Any
 from creditgraph.pipeline.app.credit.side_by_side import Comparison
 from creditgraph.pipeline.app.report.pack import pack
 from creditgraph.pipeline.app.report.page import render
+from creditgraph.pipeline.app.report.rollouts import piece
 from creditgraph.pipeline.run.metrics import plain
 from creditgraph.pipeline.run.run_directory import write_aside
 
@@ -22,7 +23,6 @@ def cards(comparison: Comparison) -> list[dict[str, Any]]:
     rows = []
     for i, uid in enumerate(trajectories.uid.tolist()):
         prompt, answer = texts.get(int(trajectories.prompt_uid[i]), ("", ""))
-        tokens = [[token] for token in trajectories.response_tokens.row(i).tolist()]
         rows.append(
             {
                 "uid": str(uid),
@@ -31,15 +31,21 @@ def cards(comparison: Comparison) -> list[dict[str, Any]]:
                 "reward": comparison.reward[i],
                 "error": comparison.error[i],
                 "inherited": int(trajectories.inherited[i]),
-                "pieces": comparison.tokenizer.batch_decode(
-                    tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-                ),
+                "pieces": _pieces(comparison.tokenizer, trajectories.response_tokens.row(i).tolist()),
                 "ends": comparison.ends.row(i).tolist(),
                 "credit": {name: [float(f"{v:.5g}") for v in c.row(i).tolist()] for name, c in columns.items()},
                 "scale": scale,
             }
         )
     return rows
+
+
+def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
+    if tokenizer is None:
+        return [piece(None, token) for token in tokens]
+    ids = [[token] for token in tokens]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return texts
 
 
 def write_credit(comparison: Comparison, target: Path, title: str) -> int:
@@ -52,7 +58,6 @@ def write_credit(comparison: Comparison, target: Path, title: str) -> int:
     text = render(
         "credit.jinja",
         scripts=("core.js", "credit.js"),
-        charts=False,
         blobs={"data-credit": pack({"cards": rows}, {})},
         title=title,
         subtitle=f"{len(rows)} rollout{'s' if len(rows) != 1 else ''} of iteration {comparison.iteration}",

@@ -20,7 +20,7 @@ from creditgraph.pipeline.app.report.rollouts import collect
 from creditgraph.pipeline.app.report.source import RunSource
 from creditgraph.pipeline.app.report.timelines import timeline
 from creditgraph.pipeline.app.text import visible
-from creditgraph.pipeline.core.errors import extra
+from creditgraph.pipeline.core.errors import MissingExtraError, extra
 from creditgraph.pipeline.run.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
@@ -49,6 +49,13 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     spans = [timeline(run) for run in runs]
     cards = [overview(run) for run in runs]
     curves = all_lines(runs)
+    vega = ""
+    if curves["lines"]:
+        try:
+            vega = vega_bundle()
+        except MissingExtraError as error:
+            runs[0].note(f"its curves are left out: {error}")
+            curves["lines"] = {}
     main = {
         "names": [run.name for run in runs],
         "curves": curves,
@@ -79,6 +86,7 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
             "rollouts.js",
             "start.js",
         ),
+        vega=vega,
         blobs=blobs,
         title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
         subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
@@ -95,12 +103,15 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
 
 
 def render(
-    template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, charts: bool = True, **values: Any
+    template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, vega: str = "", **values: Any
 ) -> str:
-    """A page of a template; its Content-Security-Policy allows these scripts by their hash, and nothing else."""
+    """A page of a template, with the library `vega` if it has charts.
+
+    Its Content-Security-Policy allows these scripts by their hash, and nothing else.
+    """
     texts = [(ASSETS / name).read_text(encoding="utf-8") for name in scripts]
-    if charts:
-        texts.insert(0, vega_bundle())
+    if vega:
+        texts.insert(0, vega)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
@@ -124,7 +135,7 @@ def render(
 @cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
-    with extra("plots", "report"):
+    with extra("plots", "the charts of a report"):
         import vl_convert
 
     text: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from creditgraph.components.models.load import resolve_model_path
+from creditgraph.components.models.load import cached_file, resolve_model_path
 from creditgraph.pipeline.app.report.reasons import reasons
 from creditgraph.pipeline.app.report.source import RunSource, spread
 from creditgraph.pipeline.app.report.turns import add_turn
 from creditgraph.pipeline.app.text import cut
-from creditgraph.pipeline.core.errors import CreditgraphError, DataError
+from creditgraph.pipeline.core.errors import DataError
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import (
     Batch,
@@ -159,7 +160,9 @@ class _Collector:
         self.out = out
         self.tokenizer = load_tokenizer(str((run.config.get("model") or {}).get("path", "")))
         if kinds["Trajectories"] and self.tokenizer is None:
-            run.note("its tokenizer is not on this machine: tokens are shown as ids")
+            missing = "the package tokenizers is not installed (pip install 'creditgraph[train]')"
+            absent = "its tokenizer is not on this machine"
+            run.note(f"{absent if find_spec('tokenizers') else missing}: tokens are shown as ids")
         self._piece_of: dict[int, int] = {}
         self._prompt_of: dict[bytes, int] = {}
         self._missing: set[str] = set()
@@ -356,22 +359,14 @@ def load_tokenizer(model: str) -> Any:
 
     Never uses the network, so that a report can be written anywhere.
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-    from tokenizers import Tokenizer
-
     try:
         path = resolve_model_path(model)
-        file: Any = Path(path) / "tokenizer.json"
-        if not file.is_file():
-            file = try_to_load_from_cache(path, "tokenizer.json")
-    except (CreditgraphError, HFValidationError, ValueError):
-        return None
-    if not isinstance(file, str | Path):
-        return None
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception:  # tokenizers raises bare Exception for a file that it cannot read
+        here = Path(path) / "tokenizer.json"
+        file = here if here.is_file() else cached_file(path, "tokenizer.json")
+        from tokenizers import Tokenizer
+
+        return file and Tokenizer.from_file(str(file))
+    except Exception:  # not installed; no such model; tokenizers raises bare Exception for a file that it cannot read
         return None
 
 

@@ -81,3 +81,20 @@ def test_the_settings_of_a_run_are_listed(capsys):
     assert {f"run.{setting['name']}" for setting in json.loads(capsys.readouterr().out)} == names
     assert main(["components", "run", "sampler"]) == 2
     assert "expected it alone, or components" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [[], ["advantage"]])
+def test_a_class_that_cannot_be_loaded_is_a_row(names, monkeypatch, tmp_path, capsys):
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no such device')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    known = {**known_components(), "advantage.mine": "broken_plugin:Mine", "advantage.lost": "no_such_package:Mine"}
+    monkeypatch.setattr("creditgraph.pipeline.core.registry.known_components", lambda: known)
+    monkeypatch.setattr("creditgraph.pipeline.app.commands.components.known_components", lambda: known)
+    assert main(["components", *names, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["advantage.group"]["problem"] == ""
+    assert listed["advantage.mine"]["problem"] == "RuntimeError: no such device, broken_plugin.py line 1"
+    assert "module 'no_such_package' cannot be imported" in listed["advantage.lost"]["problem"]
+    assert main(["components", *names]) == 0
+    assert "cannot be loaded: RuntimeError: no such device" in capsys.readouterr().out
+    assert main(["components", "advantage.lost"]) == 2

@@ -3,13 +3,14 @@
 import builtins
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.app.report.page import vega_bundle
-from creditgraph.pipeline.core.errors import ConfigError, extra, find_package
+from creditgraph.pipeline.core.errors import EXTRAS, ConfigError, MissingExtraError, any_extra, extra, find_package
 
 OPTIONAL = ("matplotlib", "peft", "tensorboard", "vl_convert", "wandb")
 TOY = ["recipe=toy_grpo", "prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=2", "run.device=cpu"]
@@ -63,8 +64,23 @@ def test_a_run_trains_without_any_extra_and_says_what_it_did_not_draw(bare, tmp_
     assert "curve.png is not drawn: a package of the extra 'plots' cannot be imported" in capsys.readouterr().out
     assert (tmp_path / "r" / "result.json").exists()
     assert not (tmp_path / "r" / "curve.png").exists()
-    assert main(["report", str(tmp_path / "r")]) == 2
-    assert "pip install 'creditgraph[plots]'" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "r")]) == 0
+    assert "its curves are left out: the charts of a report: a package of the extra 'plots'" in capsys.readouterr().out
+    assert "Learning curves" not in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_every_extra_is_declared_and_what_it_brings_is_not_in_the_core():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) <= set(project["optional-dependencies"])
+    core = {text.partition(">")[0].replace("-", "_") for text in project["dependencies"]}
+    assert not core & {module for modules in EXTRAS.values() for module in modules.split()}
+
+
+def test_a_missing_package_names_its_own_extra():
+    with pytest.raises(MissingExtraError, match=r"a step: .*'megatron'.*pip install"), extra("train", "a step"):
+        raise ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
+    with pytest.raises(ModuleNotFoundError), any_extra():
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
 
 
 def test_commands_import_no_extra_before_they_need_it():

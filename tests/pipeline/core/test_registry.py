@@ -10,7 +10,7 @@ import pytest
 
 from creditgraph.pipeline.core import registry
 from creditgraph.pipeline.core.component import Component
-from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError, MissingExtraError
 from creditgraph.pipeline.core.registry import BUILTIN, known_components, load_class, target_of
 
 
@@ -53,10 +53,22 @@ def test_entry_points_add_names_but_take_none_over() -> None:
     [
         (
             "buffer.merg",
-            "unknown component 'buffer.merg'; expected a registered name or 'package.module:Class'. Did you mean "
-            "'buffer.merge'?",
+            "unknown component 'buffer.merg'; expected a registered name, 'package.module:Class' or "
+            "'path/to/file.py:Class'. Did you mean 'buffer.merge'?",
         ),
-        ("zzz", "unknown component 'zzz'; expected a registered name or 'package.module:Class'. Known: advantage."),
+        (
+            "zzz",
+            "unknown component 'zzz'; expected a registered name, 'package.module:Class' or 'path/to/file.py:Class'. "
+            "Known: advantage.",
+        ),
+        (
+            "components.advantage.group:GroupAdvantage",
+            "component 'components.advantage.group:GroupAdvantage' is now "
+            "'creditgraph.components.advantage.group:GroupAdvantage'; write that.",
+        ),
+        ("pipeline.core.component:Component", "component 'pipeline.core.component:Component' is now 'creditgraph.pi"),
+        ("components.mine:C", "component 'components.mine:C': module 'components"),
+        ("no/such/ideas.py:C", "class 'no/such/ideas.py:C': "),
         ("a b:C", "unknown component 'a b:C'"),
         ("graph_toys:", "unknown component 'graph_toys:'"),
         (
@@ -83,8 +95,23 @@ def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    with pytest.raises(ConfigError, match="module 'vllm' cannot be imported; install it or correct 'graph_toys'"):
+    with pytest.raises(MissingExtraError, match=r"No module named 'vllm'.*pip install 'creditgraph\[vllm\]'"):
         load_class("graph_toys:Sampler")
+
+
+def test_a_class_of_a_file(tmp_path) -> None:
+    """Every mention of it is the same class."""
+    (tmp_path / "ideas.py").write_text(
+        "from creditgraph.components.advantage.group import GroupAdvantage\n\n\nclass Mine(GroupAdvantage):\n"
+        '    """Group advantage."""\n\n\nx = 1\n'
+    )
+    mine = load_class(f"{tmp_path}/ideas.py:Mine")
+    assert issubclass(mine, Component)
+    assert load_class(f"{tmp_path}/ideas.py:Mine") is mine
+    with pytest.raises(ConfigError, match="Did you mean 'Mine'"):
+        load_class(f"{tmp_path}/ideas.py:Mane")
+    with pytest.raises(ConfigError, match="is not a class"):
+        load_class(f"{tmp_path}/ideas.py:x")
 
 
 def test_listing_imports_nothing() -> None:
