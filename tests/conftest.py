@@ -39,6 +39,24 @@ REAL_PROCESSES = (
     "pipeline/app/report/test_browser.py",
     "pipeline/run/distributed",
 )
+# Not of the fast tier (tools/test --fast) either: they start processes, compile the site, or train for seconds.
+SLOW_FILES = (
+    "components/data/test_memory.py",
+    "components/learner/hf/test_sharding.py",
+    "components/learner/packing/test_flash.py",
+    "components/models/test_experts.py",
+    "components/verifier/test_master_keys.py",
+    "configs/test_adding_a_method.py",
+    "configs/test_turns.py",
+    "installed",
+    "lab",
+    "pipeline/app/evaluate/test_eval.py",
+    "pipeline/app/report/test_browser",
+    "pipeline/run/test_kill_resume.py",
+    "tools/test_attack.py",
+    "tools/test_docs.py",
+    "tools/test_gpu_acceptance.py",
+)
 # Workers of pytest-xdist take groups and files in this order and then the others, so that the longest do not come last.
 LONGEST_FIRST = (
     "vllm servers",
@@ -67,6 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         path = item.path.as_posix().removeprefix(here + "/")
         if path.startswith(REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+        if path.startswith((*REAL_PROCESSES, *SLOW_FILES)):
+            item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("xdist_group")
         if mark is None:
             # One worker runs the tests of a file, which share fixtures.

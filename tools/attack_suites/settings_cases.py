@@ -180,7 +180,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("learner.lora.rank=-1", "learner.lora: expected rank ≥ 0 (0 is full fine-tuning), got -1."),
     ("learner.objective.kl.coefficient=-1", "learner.objective.kl: expected coefficient ≥ 0 (0 is off), got -1.0."),
     ("learner.objective.kl.estimator=k9", "learner.objective.kl.estimator: expected 'k1' or 'k2' or 'k3', got 'k9' …"),
-    ("learner.use=", "learner.use: unknown component ''; expected a registered name or 'package.module:Class'. …"),
+    ("learner.use=", "learner.use: unknown component ''; expected a registered name, 'package.module:Class' or 'path/to/file.py:Class'. …"),
     ("learner.use=[learner.hf]", "learner.use: expected a component name or 'package.module:Class', got …"),
     ("engine.use=engine.loacl", "engine.use: unknown component 'engine.loacl'; expected a registered name or …"),
     (
