@@ -8,6 +8,26 @@ In a checkout the folders `pipeline`, `components`, `configs` and `slurm` of thi
 an installed package holds them.
 """
 
-import lazy_loader
+import ast
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+@cache
+def _modules() -> dict[str, str]:
+    """Public name → its module, as the stub file lists them for type checkers."""
+    lines = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    imports = [line for line in lines if isinstance(line, ast.ImportFrom)]
+    return {alias.name: f"creditgraph.{line.module}" for line in imports for alias in line.names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _modules():
+        raise AttributeError(f"module 'creditgraph' has no attribute '{name}'")
+    return getattr(import_module(_modules()[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_modules())

@@ -1,10 +1,13 @@
 """The public names, once, for `creditgraph/__init__.py` and for type checkers."""
 
+from .components.advantage.group import group_advantage as group_advantage
 from .components.advantage.group import group_sum as group_sum
 from .components.advantage.group import trajectory_credit as trajectory_credit
 from .components.learner.objective import LossInputs as LossInputs
 from .components.learner.objective import Meters as Meters
 from .components.learner.objective import Objective as Objective
+from .components.learner.objective import ObjectiveSettings as ObjectiveSettings
+from .components.learner.objective import loss_terms as loss_terms
 from .components.learner.objective.ratio import safe_exp as safe_exp
 from .components.verifier.base import Item as Item
 from .components.verifier.base import Verdict as Verdict

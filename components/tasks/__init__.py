@@ -23,7 +23,8 @@ BUILTIN: dict[str, str] = {"chains": "creditgraph.components.tasks.chains:Chains
 @cache
 def known_tasks() -> dict[str, str]:
     """Name → "module:Class" of every family, built-in and from entry points."""
-    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)} | BUILTIN
+    added = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)
+    return BUILTIN | {entry.name: entry.value for entry in added if entry.name not in BUILTIN}
 
 
 class _Tasks(Mapping[str, Task]):

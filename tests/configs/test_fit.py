@@ -140,7 +140,7 @@ def test_which_verifiers_read_tests_of_programs(verifier, fits):
     assert (problems("recipe=gspo_qwen3_30b_a3b", "data=livecodebench", *verifier) == []) == fits
 
 
-COMMANDS = re.findall(r"`creditgraph train ([^`]+)`", (CONFIG_DIR.parent / "docs" / "recipes.md").read_text())
+COMMANDS = re.findall(r"`creditgraph train ([^`]+)`", (CONFIG_DIR.parents[1] / "docs" / "recipes.md").read_text())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("\n## Concepts")[0]
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
 PATHS = sorted({code for code in CODE if re.fullmatch(r"[\w./]+/[\w./-]+|\w+\.(py|toml)", code)})
 

@@ -15,12 +15,13 @@ import pytest
 from pages import run_bash, working_in
 from sentences import is_quoted, sentences, template
 
-from creditgraph.pipeline.app.cli import COMMANDS, main
+from creditgraph.pipeline.app.cli import COMMANDS, added_commands, main
 from creditgraph.pipeline.core.registry import BUILTIN
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+ALL_COMMANDS = {**COMMANDS, **added_commands()}
 TROUBLES = re.findall(r"^```error\n(.*?)\n```$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE | re.DOTALL)
 EXAMPLES = {
     page.stem: re.findall(r"^<!-- tested -->\n```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -94,7 +95,7 @@ def test_graphs_are_pictures_and_every_page_is_in_the_menu(site):
     assert "flowchart" not in gallery
     assert "graphs/srpo.svg" in gallery
     front = (site / "index.html").read_text()
-    assert 'src="images/srpo.svg"' in front
+    assert 'src="images/credit.png"' in front
     menu = (ROOT / "tools" / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
         assert page.relative_to(DOCS).as_posix() in menu, f"add {page.name} to the nav of tools/mkdocs.yml"
@@ -119,16 +120,20 @@ def test_every_named_file_exists(page, files):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_named_command_and_choice_exists(page):
     code = "\n".join(CODE.findall(PAGES[page]))
-    assert set(re.findall(r"(?<![\w./-])creditgraph ([a-z]+)(?= |$|`)", code)) - {"import"} <= set(COMMANDS)
+    assert set(re.findall(r"(?<![\w./-])creditgraph ([a-z]+)(?= |$|`)", code)) - {"import"} <= set(ALL_COMMANDS)
     for group in ("cluster", "engine", "graph", "learner", "recipe", "setup", "suite"):
         lists = re.findall(rf"(?<![\w.-]){group}=([a-z][\w,]+)", code)
         names = {name for names in lists for name in names.split(",") if not OF_THE_READER.search(name)}
         assert names <= set(list_choices(group, [CONFIG_DIR])), group
 
 
-def test_the_readme_lists_every_command():
-    table = PAGES["README.md"].partition("## Commands")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `creditgraph (\w+)", table, re.MULTILINE)) == set(COMMANDS)
+def test_the_reference_lists_every_command():
+    table = PAGES["docs/reference.md"].partition("## Commands")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `creditgraph (\w+)", table, re.MULTILINE)) == set(ALL_COMMANDS)
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].encode()) <= 12_000
 
 
 def test_the_readme_component_follows_the_contract(tmp_path):

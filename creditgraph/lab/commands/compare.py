@@ -2,7 +2,7 @@
 
 Each run is a `creditgraph train` in --out, continued until it has sampled its tokens; finished ones are kept, so the
 command can be stopped and started again, or given more seeds, methods or tokens. Prints the table and writes table.md,
-result.json and compare.png. docs/compare.md explains the columns.
+result.json and compare.png. docs/lab.md explains the columns.
 """
 
 from __future__ import annotations

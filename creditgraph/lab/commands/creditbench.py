@@ -1,6 +1,6 @@
 """`creditgraph creditbench`: the credit of methods beside true values, per thought of a response or turn of an episode.
 
-Prints the table and writes table.md, result.json and creditbench.png to --out. docs/creditbench.md explains the
+Prints the table and writes table.md, result.json and creditbench.png to --out. docs/lab.md explains the
 columns.
 """
 

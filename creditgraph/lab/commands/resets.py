@@ -1,6 +1,6 @@
 """`creditgraph resets`: will resets pay for this policy on these problems? Before any training.
 
-docs/resets.md explains the numbers.
+docs/lab.md explains the numbers.
 """
 
 from __future__ import annotations

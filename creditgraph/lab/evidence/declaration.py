@@ -87,6 +87,9 @@ class Cell:
     """fresh random seeds, from 0"""
     seconds: float = 30.0
     """processor seconds of a run, for the estimate"""
+    withdrawn: str = ""
+    """why a comparison of its methods at equal sampled tokens says nothing about their credit: such results were shown
+    once, and no page shows them any more"""
 
     def __post_init__(self) -> None:
         if len(set(self.rates)) < 2 or not set(self.sweep_seeds).isdisjoint(range(self.seeds)) or self.seeds < 2:
@@ -111,6 +114,7 @@ class Cell:
         values["methods"] = {n: {**e, "seconds": 0, "baseline": ""} for n, e in values["methods"].items()}
         for entry in values["methods"].values():
             del entry["knows_errors"]
+        del values["withdrawn"]
         if family.metric == ACCURACY:
             del values["family"]["metric"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

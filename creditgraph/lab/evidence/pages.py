@@ -24,15 +24,37 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def claims_block(results: Results) -> str:
-    """docs/evidence.md: one row per claim, page by page."""
+    """docs/evidence.md: the decided claims, and below a fold one row per claim, page by page."""
     verdicts = results.verdicts()
+    decided = []
     rows = []
     for name, claim in results.declaration.claims.items():
+        verdict = verdicts[name]
+        paper = f"[{claim.paper}](papers/{claim.page}.md)"
         regime = f"[{claim.cell}](#{claim.cell})" if claim.cell else "–"
-        source = f"[{claim.paper}](papers/{claim.page}.md): {claim.source}"
-        rows.append([claim.text, source, regime, claim.prediction, *_measured(claim, verdicts[name])])
+        rows.append([claim.text, f"{paper}: {claim.source}", regime, claim.prediction, *_measured(claim, verdict)])
+        if verdict.result and verdict.word != "undecided":
+            decided.append([verdict.word, claim.text, paper, regime, verdict.result.text()])
     head = ["claim", "who says it", "regime", "predicted", "compared", "result", "verdict"]
-    return f"{_count(verdicts)}\n\n{table(head, rows)}"
+    short = table(["verdict", "claim", "paper", "regime", "difference [95 %]"], sorted(decided, reverse=True))
+    return f"{_count(verdicts)}\n\n{short}\n\n{folded('Every claim, with its prediction', table(head, rows))}"
+
+
+def folded(title: str, text: str) -> str:
+    """Markdown that a reader opens."""
+    return f"<details markdown><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def withdrawn_block(results: Results) -> str:
+    """docs/evidence.md: the comparisons that were shown once and say nothing about credit, each with the reason."""
+    lines = []
+    for name, cell in results.declaration.cells.items():
+        if cell.withdrawn:
+            claims = [c.text for c in results.declaration.claims.values() if c.cell == name and c.axis == "tokens"]
+            title = f"**[{name}](#{name}), at equal sampled tokens.**"
+            lines.append(f"- {title} {cell.withdrawn} Claims that rested on it:")
+            lines += [f"    - {text}" for text in claims]
+    return "\n".join(lines) or "Nothing."
 
 
 def paper_block(results: Results, page: str) -> str:
@@ -46,10 +68,11 @@ def paper_block(results: Results, page: str) -> str:
 
 def cells_block(results: Results) -> str:
     """docs/evidence.md: a section per cell, with its setting and its methods."""
-    cells = results.declaration.cells.items()
-    return "\n\n".join(
-        f"### {name}\n\n{cell.title} {cell.regime}\n\n{cell_block(results, name)}" for name, cell in cells
-    )
+    parts = []
+    for name, cell in results.declaration.cells.items():
+        methods = folded("Setting and methods", f"{cell.regime}\n\n{cell_block(results, name)}")
+        parts.append(f"### {name}\n\n{cell.title}\n\n{methods}")
+    return "\n\n".join(parts)
 
 
 def cell_block(results: Results, name: str) -> str:
@@ -68,24 +91,10 @@ def cell_block(results: Results, name: str) -> str:
     return f"{setting}\n\n{_methods_table(results, name, cell) if name in results.cells else NOTHING}"
 
 
-def compare_block(results: Results) -> str:
-    """docs/compare.md: every method of every measured cell against its baseline, at equal sampled tokens."""
-    rows = []
-    for name, cell in results.declaration.cells.items():
-        for method, row in results.cells.get(name, {}).get("methods", {}).items():
-            pair = results.pair(name, method, cell.baseline_of(method), "tokens")
-            link = f"[{name}](evidence.md#{name})"
-            rows.append([link, f"`{method}`", accuracy(row), _steps(row), *_against(cell, method, pair)])
-    head = ["cell", "method", "accuracy", "steps", "baseline", "difference"]
-    return table(head, rows) if rows else NOTHING
-
-
-def across_block(results: Results, bounds: bool = True) -> str:
-    """docs/evidence.md and the README: methods over families; `bounds` are those that know the true errors."""
+def across_block(results: Results) -> str:
+    """docs/evidence.md: methods over families."""
     rows = []
     for row in across_families(results):
-        if row.knows_errors and not bounds:
-            continue
         least, *_, most = sorted(row.gains.items(), key=lambda item: item[1])
         ahead = f"{sum(gain > 0 for gain in row.gains.values())} of {len(row.gains)}"
         extremes = [f"{gain:+.3f} `{family}`" for family, gain in (least, most)]
@@ -95,10 +104,14 @@ def across_block(results: Results, bounds: bool = True) -> str:
 
 
 def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:
-    """docs/creditbench.md: whether a score of credit foretells what training gains, and the table of the study."""
+    """docs/lab.md: whether a score of credit foretells what training gains, and the table of the study."""
     if not scores.exists():
         return {"foretells": NOTHING, "study": NOTHING}
-    cells = [cell for cell in read_cells([gains], scores)[0] if cell.name in results.cells]
+    cells = [
+        cell
+        for cell in read_cells([gains], scores)[0]
+        if cell.name in results.cells and not results.withdrawn(cell.name)
+    ]
     families = len({cell.family for cell in cells})
     found = study(cells)
     verdict, _, rows = study_table(found).partition("\n\n")
@@ -111,25 +124,16 @@ def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str,
     }
 
 
-def readme_block(results: Results) -> str:
-    """The README: how many claims held, and per cell which method that a user can have led, and by how much."""
-    rows = []
-    for name, cell in results.declaration.cells.items():
-        methods = results.cells.get(name, {}).get("methods", {})
-        usable = {m: row for m, row in methods.items() if not cell.methods[m].knows_errors}
-        ranked = {m: mean_sd(row["accuracy"])[0] for m, row in usable.items() if not few(min(row["steps"]))}
-        if ranked:
-            best = max(ranked, key=lambda m: ranked[m])
-            pair = results.pair(name, best, cell.baseline_of(best), "tokens")
-            where = f"[{cell.title.rstrip('.')}](docs/evidence.md#{name})"
-            cells = [where, f"`{best}`", accuracy(methods[best]), _steps(methods[best])]
-            rows.append([*cells, *_against(cell, best, pair)])
-    counted = _count(results.verdicts())
-    if not rows:
-        return f"{NOTHING} {counted}"
-    head = ["where", "highest mean", "accuracy at equal tokens", "steps", "baseline", "difference [95 %]"]
-    across = f"Over families, in accuracy at equal sampled tokens:\n\n{across_block(results, bounds=False)}"
-    return f"{counted}\n\n{across}\n\nCell by cell, the method that led:\n\n{table(head, rows)}"
+def readme_block(results: Results, most: int = 4) -> str:
+    """The README: how many claims held, and what methods gained over families, in a few lines."""
+    lines = [f"- {_count(results.verdicts())}"]
+    for row in [row for row in across_families(results) if not row.knows_errors][:most]:
+        ahead = sum(gain > 0 for gain in row.gains.values())
+        lines.append(
+            f"- `{row.method}` has a higher accuracy than `{row.baseline}` in {ahead} of {len(row.gains)} task "
+            f"families: {row.result.text()} on average."
+        )
+    return "\n".join(lines)
 
 
 def _count(verdicts: dict[str, Verdict]) -> str:
@@ -167,7 +171,7 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
             [
                 f"`{method}`",
                 f"{row['lr']:g}" + (" (edge)" if f"{row['lr']:g}" in (tried[0], tried[-1]) else ""),
-                accuracy(row),
+                "–" if cell.withdrawn else accuracy(row),
                 _steps(row),
                 baseline,
                 at_tokens,

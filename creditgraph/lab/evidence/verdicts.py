@@ -13,7 +13,7 @@ from creditgraph.lab.bench.paired import LEVEL, Paired, holm, paired
 from creditgraph.lab.evidence.declaration import Claim, Declaration
 from creditgraph.pipeline.core.errors import ConfigError
 
-Word = Literal["shown", "refuted here", "undecided", "not testable here", "not yet measured"]
+Word = Literal["shown", "refuted here", "undecided", "not testable here", "not yet measured", "withdrawn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +51,24 @@ class Results:
         self.cells = {n: c for n, c in measured.items() if n in known and c["digest"] == declaration.digest(n)}
 
     def pair(self, cell: str, better: str, worse: str, axis: str) -> dict[str, Any] | None:
-        """The measured pair, None without one."""
+        """The measured pair, None without one; a withdrawn comparison counts as none."""
+        if axis == "tokens" and self.withdrawn(cell):
+            return None
         wanted = (better, worse, axis)
         pairs = self.cells.get(cell, {}).get("pairs", ())
         return next((p for p in pairs if (p["better"], p["worse"], p["axis"]) == wanted), None)
+
+    def withdrawn(self, cell: str) -> str:
+        """Why the cell's comparisons at equal sampled tokens are withdrawn; "" where they are not."""
+        known = self.declaration.cells | self.declaration.quick
+        return known[cell].withdrawn if cell in known else ""
 
     def verdicts(self) -> dict[str, Verdict]:
         """Claim → verdict; p-values are corrected for all claims that can be tested, measured or not."""
         claims = self.declaration.claims
         found = {name: self._judge(claim) for name, claim in claims.items()}
         tested = {n: v for n, v in found.items() if v.result is not None}
-        planned = sum(not claim.untestable for claim in claims.values())
+        planned = sum(not claim.untestable and found[name].word != "withdrawn" for name, claim in claims.items())
         corrected = holm([v.result.p for v in tested.values() if v.result], planned)
         for (name, verdict), p in zip(tested.items(), corrected, strict=True):
             found[name] = replace(verdict, corrected=p, word=_word(verdict.result, p))
@@ -70,6 +77,8 @@ class Results:
     def _judge(self, claim: Claim) -> Verdict:
         if claim.untestable:
             return Verdict(word="not testable here", reason=claim.untestable)
+        if claim.axis == "tokens" and self.withdrawn(claim.cell):
+            return Verdict(word="withdrawn", reason="see below")
         pair = self.pair(claim.cell, claim.better, claim.worse, claim.axis)
         if pair is None:
             failed = self.cells.get(claim.cell, {}).get("failed")

@@ -6,7 +6,7 @@ and credited as by `sampler.failures`, `expander.reset` and `advantage.group` (`
 tokens), every thought is one token, and Adam makes one step per iteration over all problems.
 
 What it leaves out: steps that problems share, decisions within a step, and anything that differs in cost but sampled
-tokens. Its learning rate and target are ours; docs/resets.md says how the numbers move with them.
+tokens. Its learning rate and target are ours; docs/lab.md says how the numbers move with them.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ThoughtCredit:
     uniform_share: float
 
     def metrics(self) -> dict[str, float]:
-        """The columns of docs/creditbench.md by name; NaN where one is not defined."""
+        """The columns of docs/lab.md by name; NaN where one is not defined."""
         thirds = [self.third == part for part in range(3)]
         return {
             "spearman": spearman(self.credit, self.truth),

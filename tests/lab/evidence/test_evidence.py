@@ -23,9 +23,9 @@ from creditgraph.lab.evidence.pages import (
     across_block,
     cells_block,
     claims_block,
-    compare_block,
     paper_block,
     readme_block,
+    withdrawn_block,
 )
 from creditgraph.lab.evidence.verdicts import Results, as_text, collapsed, read_results
 from creditgraph.pipeline.core.errors import ConfigError
@@ -218,8 +218,7 @@ def test_a_cell_that_has_changed_since_counts_as_not_measured(tmp_path):
     results = Results(declared(tokens=900), cells)
     assert results.cells == {}
     assert {v.word for v in results.verdicts().values()} == {"not yet measured", "not testable here"}
-    for text in (cells_block(results), compare_block(results), readme_block(results)):
-        assert NOTHING in text
+    assert NOTHING in cells_block(results)
     assert Results(declared(regime="another reason"), cells).cells == cells
 
 
@@ -248,18 +247,29 @@ def test_pages_show_the_same_numbers(tmp_path):
     results = Results(declaration, cells)
     difference = "+0.100 [+0.100, +0.100]"
     assert "Of 5 claims: 1 not testable here, 1 refuted here, 2 shown, 1 undecided." in claims_block(results)
-    for text in (claims_block(results), paper_block(results, "grpo"), cells_block(results), compare_block(results)):
+    for text in (claims_block(results), paper_block(results, "grpo"), cells_block(results)):
         assert difference in text
-    assert f"| `good` | 0.610 ± 0.010 | 3 | `grpo` | {difference} |" in readme_block(results)
-    methods = declaration.cells["small"].methods
-    known = {"methods": methods | {"good": dataclasses.replace(methods["good"], knows_errors=True)}}
-    bound = Results(declared(**known), cells)
-    assert bound.cells == cells  # what only pages read is no other measurement
-    assert "`good`" in compare_block(bound)
-    assert "`good`" not in readme_block(bound)  # which names what a user can have
+    assert readme_block(results).startswith("- Of 5 claims: ")
     assert "| `good` | 0.00135 (edge) |" in cells_block(results)
     assert "| `grpo` | 0.00045 |" in cells_block(results)
     assert "good wins." not in paper_block(results, "srpo")
+
+
+def test_a_withdrawn_comparison_is_on_no_page_but_its_reason_is(tmp_path):
+    declaration, cells = measured(tmp_path)
+    reason = "It compared batch sizes."
+    results = Results(declared(withdrawn=reason), cells)
+    assert results.cells == cells  # what only pages read is no other measurement
+    words = {name: verdict.word for name, verdict in results.verdicts().items()}
+    at_tokens = {n for n, c in declaration.claims.items() if c.axis == "tokens" and c.cell == "small"}
+    assert at_tokens
+    assert {name for name, word in words.items() if word == "withdrawn"} == at_tokens
+    assert reason in withdrawn_block(results)
+    assert withdrawn_block(Results(declaration, cells)) == "Nothing."
+    for text in (claims_block(results), cells_block(results), across_block(results)):
+        assert "+0.100 [+0.100, +0.100]" not in text
+    assert "0.610 ± 0.010" in cells_block(Results(declaration, cells))
+    assert "0.610 ± 0.010" not in cells_block(results)
 
 
 def test_results_are_read_back(tmp_path):
@@ -378,7 +388,7 @@ def test_gains_over_families_by_hand():
     assert four.gains == pytest.approx({"a": 0.02, "b": 0.02, "c": -0.01, "d": 0.02})
     assert "| `grpo learner.minibatches=4` | `grpo` | 3 of 4 | +0.013 " in across_block(results)
     assert "`good`" in across_block(results)
-    assert "`good`" not in across_block(results, bounds=False)
+    assert "`good`" not in readme_block(results)  # which names what a user can have
     assert across_families(in_families(gains[:3])) == []
     assert across_families(in_families(gains, few=("cell3",))) == []
     assert across_block(in_families(gains[:3])) == NOTHING

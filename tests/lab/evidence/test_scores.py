@@ -4,8 +4,8 @@ import argparse
 import json
 
 import pytest
-from creditgraph.pipeline.app.commands.tools import creditbench
 
+from creditgraph.lab.commands import creditbench
 from creditgraph.lab.evidence.declaration import Cell, Declaration, Entry, Family
 from creditgraph.lab.evidence.measure import Lab
 from creditgraph.lab.evidence.scores import ScoreBench

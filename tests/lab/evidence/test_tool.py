@@ -12,7 +12,7 @@ from creditgraph.lab.evidence.trial import trial
 from creditgraph.lab.evidence.verdicts import Results, read_results
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "evidence"
 DECLARED = read_declaration(ROOT / "tools" / "evidence.yaml")
 CELLS = DECLARED.cells | DECLARED.quick

@@ -23,7 +23,7 @@ def saved(problems: Chains, split: str, right: float | None = 1.0) -> float:
 
 
 def test_two_late_hard_steps():
-    # The trial that this follows gave 1.44, 2.19, 1.59 and 1.07; ours gives 1.17, 2.27, 1.42 and .97 (docs/resets.md).
+    # The trial that this follows gave 1.44, 2.19, 1.59 and 1.07; ours gives 1.17, 2.27, 1.42 and .97 (docs/lab.md).
     late = chains({20: 0.3, 23: 0.3})
     assert saved(late, "1x4") == pytest.approx(1.17, abs=0.15)
     assert saved(late, "1x8") == pytest.approx(2.27, abs=0.25)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from creditgraph.pipeline.app.cli import COMMANDS, main
+from creditgraph.pipeline.app.cli import COMMANDS, added_commands, main
 
 SMALL = [
     "prompts.batch=2",
@@ -165,8 +165,8 @@ def test_light_commands_do_not_import_torch(command: list[str]) -> None:
 def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listing = capsys.readouterr().out
-    for name, command in COMMANDS.items():
-        assert f"  {name:<12}{command.SUMMARY}" in listing
+    for name, command in {**COMMANDS, **added_commands()}.items():
+        assert f"  {name:<14}{command.SUMMARY}" in listing
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0

@@ -147,7 +147,7 @@ def test_every_definition_is_logged(logged, sources):
         if name.startswith(f"{node}/")
     }
     for use, metrics in DEFINITIONS.items():
-        folder = Path(*BUILTIN[use].partition(":")[0].split(".")[:2])
+        folder = Path(*BUILTIN[use].partition(":")[0].split(".")[1:3])
         shared = {
             "components/learner",
             "components/sampler",

@@ -127,7 +127,7 @@ def choose_kernel(
         why = failed.get(setting, "it failed on another rank")
         raise ConfigError(
             f"learner.layers.attention '{setting}' needs TransformerEngine with that kernel on a GPU, but: {why}. "
-            "Install what is missing (see docs/megatron.md), or set learner.layers.attention=auto."
+            "Install what is missing (see docs/scaling.md), or set learner.layers.attention=auto."
         )
     chosen = min(times, key=times.__getitem__)
     if setting == "auto":

@@ -151,15 +151,15 @@ def test_a_server_samples_past_end_of_text_when_asked():
 
 
 def test_a_users_folders_hide_no_module_of_a_server(tmp_path, users_folder, monkeypatch):
-    """Each server's command, asked where its interpreter finds `components`."""
+    """Each server's command, asked where its interpreter finds `creditgraph`."""
     (users_folder / "ctypes.py").write_text("raise SystemExit('the guard has imported a module of the user')")
     monkeypatch.chdir(users_folder)
     model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
-    where = "import importlib.util; print(importlib.util.find_spec('components').origin)"
+    where = "import importlib.util; print(importlib.util.find_spec('creditgraph').origin)"
     for dialect in (VllmDialect(VllmSettings(), model), SGLangDialect(SGLangSettings(), model)):
         launch = dialect.launch(8000, "creditgraph-0")
         command = [launch.command[0], "-c", where]
         one = ServerProcess(Launch(command=command, environment=launch.environment), tmp_path / "engine-0.log")
         one._process.wait(20)
-        assert one.output().strip() == str(ROOT / "components" / "__init__.py")
+        assert one.output().strip() == str(ROOT / "__init__.py")
         one.stop()

@@ -91,7 +91,7 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def compare(actual: dict[str, Any], expected: dict[str, Any], place: str) -> None:
-    """Limits are about three times what was seen, as processors round differently; see docs/megatron.md."""
+    """Limits are about three times what was seen, as processors round differently; see docs/scaling.md."""
     for a, b in zip(actual["metrics"], expected["metrics"], strict=True):
         assert learned(a) == pytest.approx(learned(b), rel=3e-5, abs=2e-6), place
     assert float((actual["logprobs"] - expected["logprobs"]).abs().max()) < 3e-5, place

@@ -167,7 +167,7 @@ def test_the_first_error_is_in_front_on_every_rank(launch, fault, options):
     assert result.seconds < 30
     text = "no rows left on score" if what == "raise" else "FloatingPointError: diverged"
     for r in range(2):
-        last = [line for line in result.text(r).splitlines() if line.startswith(("creditgraph", "(rank"))]
+        last = [line for line in result.text(r).splitlines() if line.startswith(("creditgraph:", "(rank"))]
         assert last[0].startswith(f"creditgraph: rank {rank} ({socket.gethostname()}): ")
         assert (
             f"{node} (toy:{node.title().replace('er', '') if node == 'learner' else 'Score'}), iteration 2" in last[0]

@@ -1,4 +1,4 @@
-"""`creditgraph data check --verifier … --keys …`: a user's own verifier is searched for master keys."""
+"""`creditgraph keys`: a user's own verifier is searched for master keys."""
 
 import json
 
@@ -31,24 +31,23 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(folder, *arguments):
-    return main(["data", "check", "mine", "--config-dir", str(folder), *arguments])
+def search(folder, *arguments):
+    return main(["keys", "mine", "--config-dir", str(folder), *arguments])
 
 
 def test_a_master_key_is_printed_and_fails_the_check(folder, capsys):
-    assert check(folder, "--verifier", "my_verifier:Mine", "--keys", "20") == 1
+    assert search(folder, "--verifier", "my_verifier:Mine", "--seconds", "20") == 1
     out = capsys.readouterr().out
-    assert "verifier   my_verifier:Mine accepts 30 of 30 reference answers" in out
     assert "right for '2', '4', '42': The answer is \\boxed{42=42}." in out
 
 
 def test_a_sound_verifier_passes(folder, capsys):
-    assert check(folder, "--verifier", "verifier.exact", "--keys", "20") == 0
+    assert search(folder, "--verifier", "verifier.exact", "--seconds", "20") == 0
     assert "search     no master key: 3,000 odd answers" in capsys.readouterr().out
 
 
 def test_mistakes_get_one_sentence(folder, capsys):
-    assert check(folder, "--keys", "20") == 2
-    assert "--keys needs a verifier, and the section names none" in capsys.readouterr().out
-    assert check(folder, "--keys", "nan") == 2
-    assert "expected 0 < --keys ≤ 3600 seconds, got nan" in capsys.readouterr().err
+    assert search(folder) == 2
+    assert "data.train: it names no verifier; add --verifier USE." in capsys.readouterr().err
+    assert search(folder, "--seconds", "nan") == 2
+    assert "expected 0 < --seconds ≤ 3600, got nan" in capsys.readouterr().err
