@@ -65,6 +65,7 @@ LONGEST_FIRST = (
     "vllm",
     "sglang",
     "site",
+    "installed",
     "pipeline/run/distributed/test_processes.py",
     "pipeline/app/report/test_browser.py",
     "pipeline/app/test_cli.py",

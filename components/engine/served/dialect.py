@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from creditgraph.components.engine.channel import Update
-from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from creditgraph.components.engine.messages import BadResponse, RowRequest, RowResponse, ScoreRequest, ScoreResponse
 from creditgraph.components.engine.served.process import Launch
 from creditgraph.pipeline.core.errors import CreditgraphError
 
@@ -37,10 +37,10 @@ class ServerError(CreditgraphError):
 
 @cache
 def failures() -> tuple[type[Exception], ...]:
-    """What a request raises that the server refuses, or does not respond to."""
+    """What a request raises that the server refuses, answers wrongly, or does not respond to."""
     import httpx
 
-    return (httpx.HTTPError, httpx.InvalidURL, ServerError, OSError)
+    return (httpx.HTTPError, httpx.InvalidURL, ServerError, BadResponse, OSError)
 
 
 class RefusedError(ServerError):

@@ -276,7 +276,7 @@ class ServerPool:
                 self._counters["retries"] += 1
                 task.undo(request.row)
                 continue
-            except (*failures(), BadResponse) as error:
+            except failures() as error:
                 self._counters["retries"] += 1
                 task.undo(request.row)
                 wrong.append(server)

@@ -4,10 +4,8 @@ import ast
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,26 +14,10 @@ import creditgraph
 from creditgraph.pipeline.app.cli import main
 
 CHECKOUT = creditgraph.ROOT.parent
-FOLDERS = ("creditgraph", "pipeline", "components", "configs", "slurm")
+FOLDERS = {"pipeline", "components", "configs", "slurm"}
 PYTHON = [sys.executable]
 
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A folder with what the wheel installs."""
-    folder = tmp_path_factory.mktemp("wheel")
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS]
-    listed += ["pyproject.toml", "README.md", "LICENSE"]
-    for name in subprocess.run(listed, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.split():
-        if (CHECKOUT / name).exists():
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(CHECKOUT / name, folder / "source" / name, follow_symlinks=False)
-    build = [*PYTHON, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(folder / "source")]
-    subprocess.run(build, cwd=folder, check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(folder / "site")
-    return folder / "site"
+pytestmark = pytest.mark.xdist_group("installed")
 
 
 def run_installed(site, folder, *command):
@@ -46,7 +28,7 @@ def run_installed(site, folder, *command):
 def test_the_wheel_installs_one_name(site):
     names = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"creditgraph"}
-    assert {path.name for path in (site / "creditgraph").iterdir()} >= {*FOLDERS[1:], "lab", "__init__.pyi"}
+    assert {path.name for path in (site / "creditgraph").iterdir()} >= {*FOLDERS, "lab", "__init__.pyi"}
     assert not [path for path in site.rglob("*") if path.is_symlink()]
 
 
@@ -69,13 +51,16 @@ def test_an_installed_creditgraph_leaves_other_names_to_the_user(site, tmp_path,
     where = run_installed(site, tmp_path, "-c", "import creditgraph; print(creditgraph.ROOT)")
     assert where.stdout.strip() == str(site / "creditgraph"), where.stderr
     short = ["run.iterations=1", "prompts.batch=2", "evaluator.num_problems=2"]
-    for command in (
+    commands = [
         ["-m", "creditgraph", "graph", "recipe=toy_grpo"],
         ["-m", "creditgraph", "submit", "recipe=toy_srpo", "cluster=one_node", "--dry-run"],
         ["-m", "creditgraph", "check", "ideas:Mine"],
         ["-m", "creditgraph", "train", "recipe=toy_grpo", "advantage.use=ideas:Mine", *short],
+        ["-m", "creditgraph", "train", "recipe=toy_grpo", "advantage.use=./ideas.py:Mine", "run.name=file", *short],
         [*TORCHRUN, "-m", "creditgraph", "components", "advantage.group"],
-    ):
+    ]
+    # Python finds modules as it finds packages: one command in one process, one below torchrun.
+    for command in commands if kind == "packages" else commands[-2:]:
         done = run_installed(site, tmp_path, *command)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
 
