@@ -1,6 +1,6 @@
 """The sizes of a decoder-only transformer, and the operations and bytes that follow from them.
 
-The layout plan and the learners' metrics count with the same formulas.
+The check of GPU memory and the learners' metrics count with the same formulas.
 """
 
 from __future__ import annotations
@@ -186,14 +186,11 @@ SHAPES = {
         Shape("qwen3-8b-base", 36, 4096, 32, 8, 128, 12288, 151936),
         Shape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
         Shape("qwen3-30b-a3b-base", 48, 2048, 32, 4, 128, 768, 151936, experts=128, active=8),
-        Shape("gpt-oss-120b", 36, 2880, 64, 8, 64, 2880, 201088, experts=128, active=4, window=128, windowed=18),
         Shape("olmo-3-7b-instruct", 32, 4096, 32, 32, 128, 11008, 100278, window=4096, windowed=24),
         Shape("deepseek-math-7b-instruct", *_DEEPSEEK_7B),
         Shape("deepseekmath-7b-sft-math-v2", *_DEEPSEEK_7B),
         Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256),
         Shape("llama-3.1-8b-instruct", 32, 4096, 32, 8, 128, 14336, 128256),
-        Shape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-        Shape("llama3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256),
     )
 }
 

@@ -27,7 +27,6 @@ from creditgraph.pipeline.app.commands import (
     eval,
     export,
     graph,
-    plan,
     replay,
     report,
     serve,
@@ -67,7 +66,6 @@ COMMANDS: dict[str, Command] = {
     "status": status,
     "cancel": cancel,
     "serve": serve,
-    "plan": plan,
     "doctor": doctor,
 }
 COMMAND_GROUP = "creditgraph.commands"  # entry points: name = a module like those above

@@ -103,7 +103,7 @@ def test_graphs_are_pictures_and_every_page_is_in_the_menu(site):
 
 @pytest.fixture(scope="module")
 def files() -> set[str]:
-    """Every file of the repository, and each end of its path: "layout_plan.py", "cluster/layout_plan.py", …"""
+    """Every file of the repository, and each end of its path: "memory.py", "cluster/memory.py", …"""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     parts = [name.split("/") for name in names]

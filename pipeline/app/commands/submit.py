@@ -106,7 +106,7 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     except DistributedError as error:
         raise ConfigError(f"{error} In a job, cluster.nodes and cluster.ranks_per_node set their number.") from error
     if cluster.gpu and cluster.gpus_per_node and experiment.run.check_memory:
-        from creditgraph.pipeline.app.cluster.recipe_plan import check_memory
+        from creditgraph.pipeline.app.cluster.memory import check_memory
 
         size = cluster.gpus_per_server
         check_memory(experiment, DEVICES[cluster.gpu], cluster.ranks, cluster.servers * size, size)

@@ -92,15 +92,19 @@ def main(options: argparse.Namespace) -> int:
 
 
 def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) -> str:
-    """What the layout plan says of a configuration on GPUs that need not be here; ConfigError if it does not fit."""
-    from creditgraph.pipeline.app.cluster.recipe_plan import check_memory
+    """The memory of a configuration on GPUs that need not be here; ConfigError if it does not fit."""
+    from creditgraph.pipeline.app.cluster.memory import check_memory
     from creditgraph.pipeline.run.distributed.team import Ranks, plan_ranks
 
     if gpus < 1 or engine_gpus < 0:
         raise ConfigError(f"--gpus {gpus} --engine-gpus {engine_gpus}: expected at least 1 and 0.")
     plan_ranks(experiment.graph, Ranks(world=gpus))
-    plan = check_memory(experiment, DEVICES[device], gpus, engine_gpus)
-    return f"plan: {plan}" if plan else f"plan: the model '{experiment.model.path}' is not here, so its size is unknown"
+    memory = check_memory(experiment, DEVICES[device], gpus, engine_gpus)
+    return (
+        f"memory: {memory}"
+        if memory
+        else f"memory: the model '{experiment.model.path}' is not here, so its size is unknown"
+    )
 
 
 def check_gpu(experiment: Experiment, world: int, local_rank: int | None) -> str:
@@ -111,7 +115,7 @@ def check_gpu(experiment: Experiment, world: int, local_rank: int | None) -> str
     if device.startswith("cuda") and experiment.run.check_memory:
         import torch
 
-        from creditgraph.pipeline.app.cluster.recipe_plan import check_memory
+        from creditgraph.pipeline.app.cluster.memory import check_memory
 
         name = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
