@@ -100,11 +100,8 @@ def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) ->
         raise ConfigError(f"--gpus {gpus} --engine-gpus {engine_gpus}: expected at least 1 and 0.")
     plan_ranks(experiment.graph, Ranks(world=gpus))
     memory = check_memory(experiment, DEVICES[device], gpus, engine_gpus)
-    return (
-        f"memory: {memory}"
-        if memory
-        else f"memory: the model '{experiment.model.path}' is not here, so its size is unknown"
-    )
+    unknown = f"unknown, since the files of model '{experiment.model.path}' are not here"
+    return f"memory: {memory or unknown}"
 
 
 def check_gpu(experiment: Experiment, world: int, local_rank: int | None) -> str:
