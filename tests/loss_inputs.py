@@ -41,7 +41,7 @@ def losses(inputs, objective):
 
 def gradient(inputs, objective):
     inputs, loss, _ = losses(inputs, objective)
-    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask.sum(), objective))
+    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask.sum()))
     return torch.autograd.grad(total, inputs.logprobs.values)[0]
 
 

@@ -69,10 +69,10 @@ def separate_logprobs(model, prompts, responses, temperature=1.0):
     return logprobs, entropies
 
 
-def aggregate_loss(rows, masks, how, constant_length=0, drop_empty=False):
+def aggregate_loss(rows, masks, how, constant_length=0):
     """Loss over rows of per-token terms, by plain sums."""
     trained = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(rows, masks, strict=True)]
-    count = sum(1 for row in trained if row or not drop_empty)
+    count = len(trained)
     if how == "token_mean":
         return sum(x for row in trained for x in row) / sum(len(row) for row in trained)
     if how == "seq_mean_token_mean":

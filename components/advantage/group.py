@@ -197,12 +197,6 @@ class GroupAdvantage(Component):
 
     config: Config
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        if self.config.normalize == "over_mean":
-            reason = "MaxRL divides by the mean of the group, the share of correct responses where rewards are 0 and 1"
-            self.audit_declares = {"reward_shift": reason, "monotone": reason}
-
     def run(
         self,
         *,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from creditgraph.components.engine.rows import Rows
 from creditgraph.components.engine.served.dialect import Dialect, ServedModel
 from creditgraph.components.engine.served.servers import Servers
 from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.served.tasks import Feed, Reset
 from creditgraph.components.engine.vocabulary import eos_mask, generation_config, padding_columns
 from creditgraph.components.engine.weights import WeightNames, merged
 from creditgraph.components.models.load import (
@@ -69,6 +70,10 @@ class Backend(Protocol):
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
         """Responses in the order of `requests`, checked; each request has context and tokens."""
+        ...
+
+    def converse(self, rows: int, follow: Callable[[int], RowRequest | None], feed: Feed, reset: Reset) -> bool:
+        """As `Pool.converse`, each row by itself; False, and nothing done, where rows are sampled together."""
         ...
 
     def take_counters(self) -> dict[str, float]:
@@ -126,7 +131,7 @@ class ExternalEngine(Engine):
             forbidden=[] if padding is None else padding.nonzero()[:, 0].tolist(),
             eos=self.eos.nonzero()[:, 0].tolist(),
             device=torch.device(context.device).type,
-            sleeps=context.turns.shared and self.shares_devices(self.config, context.device, context.ranks.world),
+            sleeps=context.slots.shared and self.shares_devices(self.config, context.device, context.ranks.world),
             trust_remote_code=self.spec.trust_remote_code,
         )
         if self.config.served:
@@ -253,8 +258,6 @@ class ExternalPolicy(EnginePolicy):
     def converse(self, rows: int, answer: Answer) -> None:
         """As `Policy.converse`; in servers each row goes on by itself, where its first prompt is cached."""
         engine = self.engine
-        if not isinstance(engine.active, Servers):
-            return super().converse(rows, answer)
         self._check_current()
         running: dict[int, Rows] = {}
         groups: dict[int, int] = {}
@@ -279,7 +282,9 @@ class ExternalPolicy(EnginePolicy):
             return running[row].feed(0, part, last)
 
         with self._timed("seconds_generate"):
-            engine.active.pool.converse(rows, follow, feed, lambda row: running[row].reset(0))
+            alone = engine.active.converse(rows, follow, feed, lambda row: running[row].reset(0))
+        if not alone:
+            return super().converse(rows, answer)
         self._check_current()
         engine.count(sampled_tokens=sum(sampled), **engine.active.take_counters())
         return None

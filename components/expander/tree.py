@@ -74,14 +74,14 @@ class Tree(Carrier):
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Grows all trees level by level, or round by round, each in one request batch."""
         settings = self.config
-        turn = self.begin(prompts, policy)
+        carried = self.begin(prompts, policy)
         if settings.rule == "segments":
-            grown = grow_segments(turn, settings.segments, settings.sampling(), self.context)
+            grown = grow_segments(carried, settings.segments, settings.sampling(), self.context)
         else:
-            grown = grow_uncertain(turn, settings.uncertain, settings.sampling(), self.context)
-        leaves, prompts = self.end(turn, grown.leaves)
+            grown = grow_uncertain(carried, settings.uncertain, settings.sampling(), self.context)
+        leaves, prompts = self.end(carried, grown.leaves)
         per_prompt = torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts))
-        if not turn.carries:
+        if not carried.carries:
             # Of requests that are carried, every token is counted when it is sampled.
             self.context.log(sampled_tokens=length_metrics(leaves)["sampled_tokens"] + grown.discarded_tokens)
         self.context.log(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.expander.tree_thoughts import in_last_thought, with_closed_ends, with_whole_thoughts
-from creditgraph.components.rollouts.carry import Turn
+from creditgraph.components.rollouts.carry import CarriedBatch
 from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh, sample_from_prefix
 from creditgraph.components.rollouts.segments import rank_in_row
 from creditgraph.components.text.stops import ends_of_stop, token_texts
@@ -81,14 +81,14 @@ class Grown:
     missed_branches: int = 0
 
 
-def grow_segments(turn: Turn, rule: SegmentRule, sampling: Sampling, context: Context) -> Grown:
+def grow_segments(carried: CarriedBatch, rule: SegmentRule, sampling: Sampling, context: Context) -> Grown:
     """Continues every branch that has not ended at the end of its segment `branching[level]` times, independently.
 
     The first continuation keeps the row (uid, parent, inherited), the others are new rows. A branch that ends within
     its segment is a leaf at once, and so is one that is paused.
     """
-    prompts, policy = turn.prompts, turn.policy
-    seeds = keyed_seeds(turn.stream, prompts.uid, 0, _slots(rule.branching))
+    prompts, policy = carried.prompts, carried.policy
+    seeds = keyed_seeds(carried.stream, prompts.uid, 0, _slots(rule.branching))
     done: list[Trajectories] = []
     discarded = 0
     rows = torch.arange(len(prompts))  # the prompt of each running branch
@@ -121,16 +121,16 @@ def grow_segments(turn: Turn, rule: SegmentRule, sampling: Sampling, context: Co
     return Grown(leaves=_by_prompt(Trajectories.concat(done), prompts), discarded_tokens=discarded)
 
 
-def grow_uncertain(turn: Turn, rule: UncertainRule, sampling: Sampling, context: Context) -> Grown:
+def grow_uncertain(carried: CarriedBatch, rule: UncertainRule, sampling: Sampling, context: Context) -> Grown:
     """Per round, branches each tree (a first response and all its branches) at its most uncertain tokens.
 
     A branch inherits the tokens before the chosen one and samples that token again. A token is branched at in one round
     only (our reading; in the released code later rounds may choose it again). A tree of a prompt with a paused row does
     not branch until that row has ended.
     """
-    prompts, policy = turn.prompts, turn.policy
+    prompts, policy = carried.prompts, carried.policy
     per_round = rule.points * rule.branches
-    seeds = keyed_seeds(turn.stream, prompts.uid, 0, rule.chains * (1 + rule.rounds * per_round))
+    seeds = keyed_seeds(carried.stream, prompts.uid, 0, rule.chains * (1 + rule.rounds * per_round))
     prompt_of_tree = torch.arange(len(prompts)).repeat_interleave(rule.chains)
     chain_of_tree = torch.arange(rule.chains).repeat(len(prompts))
     num_trees = len(prompt_of_tree)
@@ -141,7 +141,7 @@ def grow_uncertain(turn: Turn, rule: UncertainRule, sampling: Sampling, context:
     discarded = 0
     missed = 0
     for number in range(rule.rounds):
-        grows = turn.complete(prompts.uid)[prompt_of_tree]
+        grows = carried.complete(prompts.uid)[prompt_of_tree]
         waits = closed.with_values(closed.values | ~closed.spread(grows[tree]).values)
         row, token, rank = most_uncertain(uncertainty(leaves, rule.measure), waits, tree, rule.points)
         closed.values[closed.offsets[row] + token] = True

@@ -65,8 +65,8 @@ class PolicyLearner(Component):
     def setup(self, context: Context) -> None:
         """Starts at version 0, when the engines have given their memory back."""
         super().setup(context)
-        context.turns.begin()
-        context.turns.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
+        context.slots.begin()
+        context.slots.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
         self.guard = Guard(self.config.mismatch)
         self.version = 0
         self.trained_tokens = 0
@@ -86,8 +86,7 @@ class PolicyLearner(Component):
 
     @property
     def _publishes_adapter(self) -> bool:
-        lora = getattr(self.config, "lora", None)
-        return lora is not None and lora.publish == "adapter"
+        return self.config.lora.publish == "adapter"
 
     def _stream(self, version: int) -> Iterator[tuple[str, Tensor]]:
         if not self._reading.acquire(blocking=False):
@@ -133,7 +132,7 @@ class PolicyLearner(Component):
     def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> Outputs:
         """Trains on one rollout batch; all ranks call it, each with the rows of its replica."""
         check_aligned(trajectories, credit)
-        self.context.turns.begin()
+        self.context.slots.begin()
         training = RolloutTraining(self.config, self.context, self.backend, trajectories, credit, self.version)
         with self._reading:
             result = training.run()
@@ -147,8 +146,7 @@ class PolicyLearner(Component):
         for phase, peak in training.memory.items():
             if peak.reserved:
                 phases |= {f"memory_{phase}": peak.allocated, f"memory_{phase}_reserved": peak.reserved}
-        lora = getattr(self.config, "lora", None)
-        frozen = bool(lora and lora.rank)
+        frozen = bool(self.config.lora.rank)
         with_gradient, without = training.operations.tolist()
         tokens = metrics["forward_tokens"]
         rates = throughput(self.context, training.seconds, tokens, (with_gradient, without), frozen)

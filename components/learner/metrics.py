@@ -53,7 +53,6 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     ),
     Metric("importance_weight", "ratio", "mean weight learner/engine of trained tokens, with `objective.importance`"),
     Metric("importance_capped", "share", "trained tokens whose weight learner/engine was capped"),
-    Metric("importance_rejected", "share", "rows not trained on because learner and engine differ too much on them"),
     Metric(
         "mismatch_clipped",
         "share",
@@ -174,7 +173,7 @@ class Guard:
             self._warn(
                 "ties",
                 f"node '{node}': fewer tokens have positive entropy than entropy_mask.keep asks for; {ties:.1%} of the "
-                "trained tokens, of entropy 0, tie at the threshold 0 and are left out (keep_zero: true keeps them).",
+                "trained tokens, of entropy 0, tie at the threshold 0 and are left out.",
             )
 
     def _warn(self, what: str, text: str) -> None:

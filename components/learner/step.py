@@ -217,7 +217,7 @@ class RolloutTraining:
         for epoch in range(self._settings.epochs):
             self._keeps_first &= epoch == 0
             for rows in self.batch.minibatches(epoch):
-                denominators = counts(trained[rows], objective)
+                denominators = counts(trained[rows])
                 if not bool(has_credit[rows].any()):
                     self._counts["skipped_zero_credit"] += 1
                     self._meter("lr", self._backend.skip_update().lr)

@@ -76,7 +76,7 @@ class CarrySettings:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Turn:
+class CarriedBatch:
     """What a node samples in one iteration.
 
     Attributes:
@@ -104,7 +104,7 @@ class Turn:
 
 
 class Carrier(Component):
-    """Base of nodes that carry rollouts: `begin`, then the algorithm with `Turn`, then `end`.
+    """Base of nodes that carry rollouts: `begin`, then the algorithm with `CarriedBatch`, then `end`.
 
     Its settings inherit `CarrySettings` and have `max_tokens`.
     """
@@ -131,12 +131,12 @@ class Carrier(Component):
         """int64: uids of the prompts that wait for the next iteration."""
         return torch.zeros(0, dtype=torch.int64) if self._prompts is None else self._prompts.uid
 
-    def begin(self, prompts: Prompts, policy: Policy) -> Turn:
+    def begin(self, prompts: Prompts, policy: Policy) -> CarriedBatch:
         """The prompts in flight and these, and a policy that remembers."""
         carry = self.config.carry
         nobody = torch.zeros(0, dtype=torch.int64)
         if not carry.tokens and self._begun is None:
-            return Turn(prompts=prompts, policy=policy, stream=self.context.rng(), stale=nobody)
+            return CarriedBatch(prompts=prompts, policy=policy, stream=self.context.rng(), stale=nobody)
         if not policy.continues:
             raise CreditgraphError(
                 f"node '{self.context.node}': carry.tokens is {carry.tokens}, but {type(policy).__name__} cannot "
@@ -153,35 +153,37 @@ class Carrier(Component):
         stale = torch.unique(begun.prompt_uid[old]) if carry.tokens else prompts.uid
         finish = stale if carry.on_stale == "finish" or not carry.tokens else nobody
         continuing = Continuing(policy, begun, carry.tokens, finish)
-        return Turn(prompts=prompts, policy=continuing, stream=stream, stale=stale)
+        return CarriedBatch(prompts=prompts, policy=continuing, stream=stream, stale=stale)
 
-    def end(self, turn: Turn, rows: Trajectories, sampled: Trajectories | None = None) -> tuple[Trajectories, Prompts]:
+    def end(
+        self, carried: CarriedBatch, rows: Trajectories, sampled: Trajectories | None = None
+    ) -> tuple[Trajectories, Prompts]:
         """Keeps what waits; returns the complete rows and their prompts, and logs both.
 
         Args:
-            turn: that of `begin`.
+            carried: that of `begin`.
             rows: all rows of the algorithm, those of waiting prompts included.
             sampled: the rows that were sampled for them, if others.
         """
-        policy = turn.policy
+        policy = carried.policy
         sampled = rows if sampled is None else sampled
         if not isinstance(policy, Continuing):
             self.context.log(**length_metrics(sampled))
-            return rows, turn.prompts
-        done = turn.complete(turn.prompts.uid)
-        dropped = ~done & torch.isin(turn.prompts.uid, turn.stale)
-        self._log_dropped(turn.prompts.select(dropped), policy.begun)
-        still = turn.prompts.select(~done & ~dropped)
+            return rows, carried.prompts
+        done = carried.complete(carried.prompts.uid)
+        dropped = ~done & torch.isin(carried.prompts.uid, carried.stale)
+        self._log_dropped(carried.prompts.select(dropped), policy.begun)
+        still = carried.prompts.select(~done & ~dropped)
         held = policy.begun.select(torch.isin(policy.begun.prompt_uid, still.uid))
         self._prompts = still if len(still) else None
         self._begun = held if len(still) else None
-        rows = rows.select(turn.complete(rows.prompt_uid))
+        rows = rows.select(carried.complete(rows.prompt_uid))
         rows = rows.replace(policy_version=_oldest(rows))
         if self.config.carry.on_continue == "rescore":
             rows, scored = rescored(rows, policy)
             self.context.log(rescored_tokens=Count(scored))
-        self._log(turn, rows, sampled.select(turn.complete(sampled.prompt_uid)), held)
-        return rows, turn.prompts.select(done)
+        self._log(carried, rows, sampled.select(carried.complete(sampled.prompt_uid)), held)
+        return rows, carried.prompts.select(done)
 
     def _log_dropped(self, prompts: Prompts, begun: Begun) -> None:
         """Writes dropped prompts to rejected.jsonl, and counts them and their tokens."""
@@ -195,15 +197,15 @@ class Carrier(Component):
             )
         self.context.log(dropped_prompts=Count(len(prompts)), dropped_tokens=Count(total))
 
-    def _log(self, turn: Turn, rows: Trajectories, sampled: Trajectories, held: Begun) -> None:
-        policy = turn.policy
+    def _log(self, carried: CarriedBatch, rows: Trajectories, sampled: Trajectories, held: Begun) -> None:
+        policy = carried.policy
         assert isinstance(policy, Continuing)
         age = (policy.version - rows.versions_by_token().values).double()
         oldest = (policy.version - rows.policy_version).double()
         self.context.log(
             **length_metrics(sampled) | {"sampled_tokens": Count(policy.sampled)},
             decode_steps=float(policy.steps),
-            delivered_prompts=Count(turn.complete(turn.prompts.uid).sum()),
+            delivered_prompts=Count(carried.complete(carried.prompts.uid).sum()),
             carried_prompts=Count(len(torch.unique(held.prompt_uid))),
             carried_rollouts=Count(held.paused.sum()),
             carried_tokens=Count(len(held.tokens.values)),

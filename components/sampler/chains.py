@@ -39,10 +39,15 @@ class Chains(Carrier):
 
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Samples the groups of all prompts in one request batch."""
-        turn = self.begin(prompts, policy)
+        carried = self.begin(prompts, policy)
         settings = self.config
         rows = sample_groups(
-            self.context, turn.policy, turn.prompts, settings.group_size, settings.sampling(), stream=turn.stream
+            self.context,
+            carried.policy,
+            carried.prompts,
+            settings.group_size,
+            settings.sampling(),
+            stream=carried.stream,
         )
-        trajectories, complete = self.end(turn, rows)
+        trajectories, complete = self.end(carried, rows)
         return Outputs(trajectories=trajectories, prompts=complete)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
+from creditgraph.components.rollouts.carry import CARRY_METRICS, CarriedBatch, Carrier, CarrySettings
 from creditgraph.components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.metric import Metric
@@ -87,8 +87,8 @@ class Dynamic(Carrier):
         """Samples in waves over the backlog and the new prompts."""
         target = self.config.groups
         size = self.config.group_size
-        turn = self.begin(prompts if self._backlog is None else Prompts.concat([self._backlog, prompts]), policy)
-        pool = turn.prompts
+        carried = self.begin(prompts if self._backlog is None else Prompts.concat([self._backlog, prompts]), policy)
+        pool = carried.prompts
         waves: list[Trajectories] = []
         signals: list[Tensor] = []  # bool, for the prompts sampled so far, which are the first of the pool
         sampled = 0
@@ -99,9 +99,9 @@ class Dynamic(Carrier):
             share = with_signal / decided if with_signal else 1.0
             end = min(sampled + math.ceil((target - with_signal) / share), len(pool))
             part = pool.select(torch.arange(sampled, end))
-            wave, signal = self._wave(part, turn, verifier)
+            wave, signal = self._wave(part, carried, verifier)
             waves.append(wave)
-            decided += int(turn.complete(part.uid).sum())
+            decided += int(carried.complete(part.uid).sum())
             signals.append(signal)
             sampled = end
             with_signal += int(signal.sum())
@@ -110,7 +110,7 @@ class Dynamic(Carrier):
         rows = torch.arange(len(fresh)).view(sampled, size)[used[:target]].reshape(-1)
         waiting = torch.cat([used[target:], torch.arange(sampled, len(pool))])
         self._backlog = pool.select(waiting) if len(waiting) else None
-        trajectories, _ = self.end(turn, fresh.select(rows), fresh)
+        trajectories, _ = self.end(carried, fresh.select(rows), fresh)
         self.context.log(
             waves=len(waves),
             signal_share=with_signal / max(decided, 1),
@@ -121,13 +121,13 @@ class Dynamic(Carrier):
         )
         return Outputs(trajectories=trajectories, prompts=pool.select(used[:target]))
 
-    def _wave(self, prompts: Prompts, turn: Turn, verifier: Verifier) -> tuple[Trajectories, Tensor]:
+    def _wave(self, prompts: Prompts, carried: CarriedBatch, verifier: Verifier) -> tuple[Trajectories, Tensor]:
         """One group for each of these prompts, and which groups are complete and carry a signal."""
         size, sampling = self.config.group_size, self.config.sampling()
-        wave = sample_groups(self.context, turn.policy, prompts, size, sampling, stream=turn.stream)
+        wave = sample_groups(self.context, carried.policy, prompts, size, sampling, stream=carried.stream)
         if not len(prompts):
             return wave, torch.zeros(0, dtype=torch.bool)
-        return wave, has_signal(verifier.verify(prompts, wave), len(prompts)) & turn.complete(prompts.uid)
+        return wave, has_signal(verifier.verify(prompts, wave), len(prompts)) & carried.complete(prompts.uid)
 
     def state_dict(self) -> dict[str, Any]:
         """The backlog and the prompts in flight."""

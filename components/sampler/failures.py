@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
+from creditgraph.components.rollouts.carry import CARRY_METRICS, CarriedBatch, Carrier, CarrySettings
 from creditgraph.components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
 from creditgraph.components.rollouts.rewards import finite_rewards
 from creditgraph.pipeline.core.component import Count
@@ -183,8 +183,8 @@ class Failures(Carrier):
     def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples in waves, then chooses per prompt."""
         split = parse_split(self.config.split, self.config.group_size)
-        turn = self.begin(prompts, policy)
-        count = len(turn.prompts)
+        carried = self.begin(prompts, policy)
+        count = len(carried.prompts)
         sampled = _Sampled(rows=[[] for _ in range(count)])
         choices: list[Choice | None] = [None] * count
         open_prompts = list(range(count))
@@ -193,16 +193,16 @@ class Failures(Carrier):
             if sampled.waves and not open_prompts:
                 break
             # Only prompts that still lack failures are sampled again.
-            self._sample(sampled, turn, open_prompts, size, verifier, first=attempts)
+            self._sample(sampled, carried, open_prompts, size, verifier, first=attempts)
             for prompt in open_prompts:
                 choices[prompt] = choose([sampled.failed[row] for row in sampled.rows[prompt]], split)
             attempts += size
-            complete = turn.complete(turn.prompts.uid).tolist()
+            complete = carried.complete(carried.prompts.uid).tolist()
             open_prompts = [i for i in open_prompts if choices[i] is None and complete[i]]
         short = [i for i in range(count) if choices[i] is None and complete[i]]
         if short:
-            self._sample(sampled, turn, short, split.group_size - split.base, verifier, first=attempts)
-        done = turn.complete(turn.prompts.uid).nonzero()[:, 0].tolist()
+            self._sample(sampled, carried, short, split.group_size - split.base, verifier, first=attempts)
+        done = carried.complete(carried.prompts.uid).nonzero()[:, 0].tolist()
         fallback = Choice([*range(split.base), *range(attempts, attempts + split.group_size - split.base)], [])
         chosen = {i: choices[i] or fallback for i in done}
         base = {i: [sampled.rows[i][k] for k in chosen[i].base] for i in done}
@@ -215,7 +215,9 @@ class Failures(Carrier):
         order = [row for rows in base.values() for row in rows]
         num_base = len(order)
         fresh = Trajectories.concat(sampled.waves)
-        rows, complete_prompts = self.end(turn, fresh.select(torch.tensor(order + failures, dtype=torch.int64)), fresh)
+        rows, complete_prompts = self.end(
+            carried, fresh.select(torch.tensor(order + failures, dtype=torch.int64)), fresh
+        )
         self.context.log(
             attempts=responses / max(len(done), 1),
             discarded=Count(responses - num_base - len(failures)),
@@ -233,18 +235,18 @@ class Failures(Carrier):
     def _sample(
         self,
         sampled: _Sampled,
-        turn: Turn,
+        carried: CarriedBatch,
         places: list[int],
         size: int,
         verifier: Verifier,
         first: int,
     ) -> None:
         """Adds `size` responses to each prompt at `places`; `first` counts the responses that each has so far."""
-        selected = turn.prompts.select(torch.tensor(places, dtype=torch.int64))
+        selected = carried.prompts.select(torch.tensor(places, dtype=torch.int64))
         sampling = self.config.sampling()
-        wave = sample_groups(self.context, turn.policy, selected, size, sampling, first=first, stream=turn.stream)
+        wave = sample_groups(self.context, carried.policy, selected, size, sampling, first=first, stream=carried.stream)
         # A prompt with a paused response is chosen from in a later iteration, with all its rewards.
-        rewards = finite_rewards(verifier.verify(turn.prompts, wave))
+        rewards = finite_rewards(verifier.verify(carried.prompts, wave))
         total = len(sampled.failed)
         for place, prompt in enumerate(places):
             sampled.rows[prompt] += range(total + place * size, total + (place + 1) * size)

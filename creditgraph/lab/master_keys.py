@@ -29,8 +29,6 @@ _LARGE = [
     "9^{9^{9^{9}}}",
     "2^{2^{2^{2^{2}}}}",
     "((10^8)!)!",
-]
-_LARGE += [
     "1e308",
     "1e309",
     "-1e309",
@@ -39,8 +37,10 @@ _LARGE += [
     "\\prod_{k=1}^{10^9} k",
     "\\binom{10^9}{9}",
 ]
-_NO_VALUE = ["nan", "NaN", "inf", "-inf", "\\infty", "-\\infty", "\\frac{1}{0}", "\\frac{0}{0}", "\\infty-\\infty"]
-_NO_VALUE += ["\\ln 0", "\\tan 90^\\circ", "0^{-1}", "0^0", "\\lim_{x\\to 0}\\frac{1}{x}", "\\sum_{n=1}^\\infty n"]
+_NO_VALUE = [
+    *("nan", "NaN", "inf", "-inf", "\\infty", "-\\infty", "\\frac{1}{0}", "\\frac{0}{0}", "\\infty-\\infty"),
+    *("\\ln 0", "\\tan 90^\\circ", "0^{-1}", "0^0", "\\lim_{x\\to 0}\\frac{1}{x}", "\\sum_{n=1}^\\infty n"),
+]
 _EMPTY = [
     "",
     " ",

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.core.metric import Metric
-from creditgraph.pipeline.core.ranks import DeviceTurns, Ranks, use_device
+from creditgraph.pipeline.core.ranks import DeviceSlots, Ranks, use_device
 from creditgraph.pipeline.core.streams import Stream
 from creditgraph.pipeline.core.trace import NO_TRACE, Trace
 
@@ -130,7 +130,7 @@ class Context:
         metrics: numbers logged by the node, which the executor collects after each run; use `log`.
         counts: names of the metrics that are summed over replicas.
         lockstep: whether every other node reads this node's outputs before it runs again, so that they may be alive.
-        turns: whose turn it is on the memory of this process's devices.
+        slots: which of learner and engines has the memory of this process's devices.
         trace: the run's timeline; `with context.trace.span("prefill", "generation"):` shows a part of `run` in it.
     """
 
@@ -149,7 +149,7 @@ class Context:
     metrics: dict[str, float] = field(default_factory=dict)
     counts: set[str] = field(default_factory=set)
     lockstep: bool = False
-    turns: DeviceTurns = field(default_factory=DeviceTurns, repr=False, compare=False)
+    slots: DeviceSlots = field(default_factory=DeviceSlots, repr=False, compare=False)
     trace: Trace = field(default=NO_TRACE, repr=False, compare=False)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     _counter: tuple[int, int] = (-1, 0)
@@ -219,8 +219,6 @@ class Component:
             `context.iteration == context.iterations`.
         remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is
             loaded. Checkpoints do not hold it, only older values that `@2` wires and later ones still read.
-        audit_declares: check of `creditgraph audit` → why its failure is wanted, of the class or of one with its
-            settings.
     """
 
     paper: ClassVar[str] = ""
@@ -229,7 +227,6 @@ class Component:
     same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
     remakes: ClassVar[frozenset[str]] = frozenset()
-    audit_declares: Mapping[str, str] = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -84,7 +84,7 @@ def _alone() -> None:
     """The meeting of a run of one process."""
 
 
-class DeviceTurns:
+class DeviceSlots:
     """Whose turn it is on the devices of this process; all its nodes share the object.
 
     The learner's turn begins before it loads its model, and before each of its iterations: all engines give their

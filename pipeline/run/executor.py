@@ -152,7 +152,7 @@ class Executor:
             try:
                 self._run_lanes()
             except LostError:
-                self._view.turns.recall()
+                self._view.slots.recall()
                 self._snapshots.save_finished(self._flush)
                 raise
             reason = self._stops.agreed()
@@ -168,7 +168,7 @@ class Executor:
 
         The iteration is the number of iterations of the run; `@k` wires carry their newest value.
         """
-        self._view.turns.end()
+        self._view.slots.end()
         names = [n.name for n in self.graph.nodes if n.cls.final_pass]
         needed = self.graph.ancestors(names)
         outputs: dict[tuple[str, str], Any] = {}
@@ -298,7 +298,7 @@ class Executor:
     def _run_nodes(self, lane: str, nodes: list[Node], iteration: int) -> None:
         """One iteration of a lane."""
         begin = perf_counter()
-        self._view.turns.end()
+        self._view.slots.end()
         waited = self._values.waited()
         report = LaneReport()
         for node in nodes:

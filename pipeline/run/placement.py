@@ -20,7 +20,7 @@ from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.handles import Handle
 from creditgraph.pipeline.core.payloads import Batch, Payload, Weights
-from creditgraph.pipeline.core.ranks import DeviceTurns
+from creditgraph.pipeline.core.ranks import DeviceSlots
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.core.trace import Trace
 from creditgraph.pipeline.run.distributed.team import Collectives, Team
@@ -39,7 +39,7 @@ class RankView:
     Attributes:
         nodes: those that run on this rank: all on a leader, collective ones elsewhere.
         first: whether this is rank 0, which alone writes the run directory.
-        turns: whose turn it is on the devices.
+        slots: which of learner and engines has the devices.
     """
 
     def __init__(self, graph: Graph, team: Team) -> None:
@@ -51,7 +51,7 @@ class RankView:
         self.many = self.ranks.num_replicas > 1
         self._collectives = {name: team.collectives(name) for name in ("generation", "learning")}
         self._lane_of = graph.lanes
-        self.turns = DeviceTurns()
+        self.slots = DeviceSlots()
         for node in graph.nodes:
             self._refuse_handles(node)
 
@@ -67,7 +67,7 @@ class RankView:
         device = resolve_device(settings.device, ranks.local_rank if ranks.world > 1 else None)
         overlaps = settings.overlap and self.graph.overlaps
         late = {w.source for n in self.graph.nodes for _, w in n.all_wires if w.delay > 1}
-        self.turns = self._turns(device, overlaps)
+        self.slots = self._slots(device, overlaps)
         runners = {}
         for index, node in enumerate(self.graph.nodes):
             if node not in self.nodes:
@@ -85,13 +85,13 @@ class RankView:
                 all_sum=self.collectives(node.name).all_sum if self.many else identity_sum,
                 exchange=self.collectives(node.name).exchange if self.many else identity_exchange,
                 lockstep=not overlaps and node.name not in late,
-                turns=self.turns,
+                slots=self.slots,
                 trace=trace,
             )
             runners[node.name] = NodeRunner(node, context)
         return runners
 
-    def _turns(self, device: str, overlaps: bool) -> DeviceTurns:
+    def _slots(self, device: str, overlaps: bool) -> DeviceSlots:
         sharing = [n for n in self.graph.nodes if n.cls.shares_devices(n.config, device, self.ranks.world)]
         if sharing and overlaps:
             name = sharing[0].name
@@ -100,7 +100,7 @@ class RankView:
                 "GPUs, got wires '@2' that let them work at the same time. Set run.overlap=false, give the servers "
                 f"GPUs of their own, or set {name}.sleep=never."
             )
-        return DeviceTurns(bool(sharing), self.team.barrier)
+        return DeviceSlots(bool(sharing), self.team.barrier)
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
         """Returns the inputs of a node: its replica's values, on every rank of it that runs the node."""

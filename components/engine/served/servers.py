@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
 from creditgraph.components.engine.channel import FileChannel, Update
-from creditgraph.components.engine.messages import ScoreRequest, ScoreResponse
+from creditgraph.components.engine.messages import RowRequest, ScoreRequest, ScoreResponse
 from creditgraph.components.engine.probe import Probe
 from creditgraph.components.engine.rows import Rows
 from creditgraph.components.engine.served.addresses import Address, find_servers, share_gpus, visible_gpus
 from creditgraph.components.engine.served.dialect import Dialect
 from creditgraph.components.engine.served.pool import ServerPool
 from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.served.tasks import Feed, Reset
 from creditgraph.components.engine.served.transfer import Links, Transfer
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError
@@ -64,7 +65,7 @@ class Servers:
             context.node,
             [self.channel.folder, *([folder] if self._scratch else [])],
             f"engines.{ranks.replica}.json" if ranks.replica else "engines.json",
-            may_start=lambda: not context.turns.learning,
+            may_start=lambda: not context.slots.learning,
         )
         kind = settings.channel.kind
         self._links = Links(device, pool.update_seconds) if kind == "broadcast" else None
@@ -72,13 +73,13 @@ class Servers:
         self._settings = settings.channel
         self._transfer: Transfer | None = None
         self.pool.start()
-        if context.turns.shared and self._own:
+        if context.slots.shared and self._own:
             try:
                 self.pool.sleep()
             except BaseException:
                 self.pool.close()
                 raise
-            context.turns.add_engine(self.pool.sleep)
+            context.slots.add_engine(self.pool.sleep)
         context.trace.watch(context.node, self.pool.in_flight)
 
     def restore(self) -> bool:
@@ -135,6 +136,11 @@ class Servers:
     def sample(self, rows: Rows) -> None:
         """Sends one request per row, which ends with the row."""
         self.pool.generate(rows.start(), rows.feed, rows.reset)
+
+    def converse(self, rows: int, follow: Callable[[int], RowRequest | None], feed: Feed, reset: Reset) -> bool:
+        """Each row goes on by itself, where its first prompt is cached."""
+        self.pool.converse(rows, follow, feed, reset)
+        return True
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
         """Sends each row to the server that has its context cached."""

@@ -76,7 +76,7 @@ class InProcess:
         self.llm.collective_rpc("creditgraph_install", args=(list(model.forbidden),))
         if model.sleeps:
             self._sleep()
-            context.turns.add_engine(self._sleep)
+            context.slots.add_engine(self._sleep)
 
     def restore(self) -> bool:
         """The model's own weights stay loaded below adapters."""
@@ -164,6 +164,10 @@ class InProcess:
                             ended.append(out.request_id)
                 if ended:
                     self.core.abort_request(ended)
+
+    def converse(self, rows: int, follow: Any, feed: Any, reset: Any) -> bool:
+        """Not here: one engine samples all rows together."""
+        return False
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
         """Prompt log-probs and entropies."""

@@ -168,8 +168,8 @@ class Critic(HFNode, Component):
         super().setup(context)
         from creditgraph.components.models.load import check_context
 
-        context.turns.begin()
-        context.turns.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
+        context.slots.begin()
+        context.slots.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
         settings = self.config.training()
         if context.ranks.per_replica > 1:
             if settings.fsdp_size > 1:
@@ -208,7 +208,7 @@ class Critic(HFNode, Component):
         """Gives the values, then trains; all ranks call it, each with the rows of its replica."""
         check_segments(trajectories, segments)
         check_aligned(trajectories, rewards)
-        self.context.turns.begin()
+        self.context.slots.begin()
         settings = self.config.training()
         tokens = trajectories.response_tokens
         nothing = tokens.with_values(torch.zeros(len(tokens.values), dtype=torch.bool))

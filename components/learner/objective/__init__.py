@@ -3,7 +3,7 @@
 A learner calls, once per rollout batch and once per optimiser step:
 
     inputs = prepare(inputs, settings, meters, all_sum)         # batch-wide columns; may change the mask; no gradient
-    denominators = counts(inputs.mask.sum(), settings)          # of the rows of one optimiser step, all replicas
+    denominators = counts(inputs.mask.sum())          # of the rows of one optimiser step, all replicas
     for rows in micro_batches:                                  # whole trajectories
         part = inputs.select(rows).replace(logprobs=…, entropies=…)
         loss = loss_terms(part, settings, meters)

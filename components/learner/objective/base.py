@@ -130,13 +130,11 @@ class Objective:
         metrics: definitions of the metrics that `terms` adds to its meters.
         has_trace: whether a token's loss depends on earlier tokens through a trace, on which `entropy_mask` can act.
         needs_credit: whether a token of zero advantage has no gradient, so that rows without credit can be skipped.
-        audit_declares: check of `creditgraph audit` → why its failure is wanted.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
     has_trace: ClassVar[bool] = False
     needs_credit: ClassVar[bool] = True
-    audit_declares: ClassVar[Mapping[str, str]] = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

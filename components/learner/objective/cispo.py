@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,10 +19,6 @@ class CISPO(Objective):
     CISPO (2506.13585), which sets no lower bound and does not give ε_hi; 2 is ours.
     """
 
-    audit_declares: ClassVar[Mapping[str, str]] = {
-        "loss_gradient": "the clipped weight is a constant of the gradient",
-        "loss_clip": "clipping bounds a token's weight and stops no token",
-    }
     metrics = (
         Metric("ratio_overflow", "share", "tokens whose log ratio was clamped to keep exp finite"),
         Metric("weight_clipped", "share", "trained tokens whose importance weight was clipped"),

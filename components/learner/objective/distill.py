@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -33,6 +29,9 @@ def top_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return inside + rest * (rest.log() - teacher_rest.log())
 
 
+LARGEST_RATIO = 3.0  # largest ρ of the form on sampled tokens
+
+
 class Distill(Objective):
     """KL(π_θ ‖ q) at every token of the policy's own responses, q being a teacher.
 
@@ -40,15 +39,12 @@ class Distill(Objective):
       the gradient of every π_v. The rest of the vocabulary counts as one more token (ours).
     - Elsewhere −sg[ρ_t (A_t − log ρ_t)] log π_θ(y_t), with A_t = log q(y_t) − log π_old(y_t) as the credit: the policy
       gradient of −KL, whose expectation over y_t is the exact one. ρ_t = π_θ/π_old corrects later steps on the same
-      batch and is at most `largest_ratio`. With a credit that adds an outcome to A_t, so does the loss.
+      batch and is at most 3. With a credit that adds an outcome to A_t, so does the loss.
 
     The effect of a token on the divergence at later ones is left out. Source: on-policy distillation (2306.13649, and
     Thinking Machines' notes of 2025 for the form on sampled tokens), second-hand.
     """
 
-    audit_declares: ClassVar[Mapping[str, str]] = {
-        "loss_gradient": "the weight of a sampled token is a constant of the gradient, as in any policy gradient"
-    }
     metrics = (
         Metric("ratio_overflow", "share", "tokens whose log ratio was clamped to keep exp finite"),
         Metric("teacher_kl", "nats", "reverse KL to the teacher per trained token, estimated by what is trained on"),
@@ -56,24 +52,11 @@ class Distill(Objective):
 
     needs_credit = False  # where the gap of the sampled token is 0, those of others need not be
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Bound of the correction."""
-
-        largest_ratio: float = 3.0
-        """largest ρ of the form on sampled tokens"""
-
-        def __post_init__(self) -> None:
-            if self.largest_ratio < 1:
-                raise ValueError(f"expected largest_ratio ≥ 1, got {self.largest_ratio}.")
-
-    config: Config
-
     def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
         """Loss per token."""
         mask = inputs.mask.values
         log_ratio = (inputs.logprobs.values - inputs.old_logprobs.values).detach()
-        ratio = safe_exp(log_ratio, mask, meters).clamp(max=self.config.largest_ratio)
+        ratio = safe_exp(log_ratio, mask, meters).clamp(max=LARGEST_RATIO)
         gap = inputs.advantage.values - log_ratio
         teacher = numbered(inputs.columns, TEACHER_LOGPROB)
         if teacher is None:

@@ -3,7 +3,7 @@
 Source: the 80/20 rule (2506.01939): only the top 20 % of tokens carry the loss. S-trace (2605.05965) masks low-entropy
 tokens out of the eligibility trace (our reading). H is the entropy of the sampling distribution; n counts trained
 tokens. With fewer than k tokens of positive entropy τ is 0, and all tokens would tie: the mask would do nothing. Tokens
-of entropy 0 are therefore left out, unless `keep_zero`; metric `high_entropy_ties` counts them.
+of entropy 0 are therefore left out; metric `high_entropy_ties` counts them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class EntropyMask:
     """S-trace masks the history ("trace"), 80/20 the loss"""
     denominator: Literal["all", "kept"] = "all"
     """whether a masked loss is averaged over all trained tokens, or over the kept ones"""
-    keep_zero: bool = False
-    """whether tokens of entropy 0 are kept where the threshold is 0, which is then no mask at all"""
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
@@ -85,7 +83,7 @@ def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum, stre
         if settings.scope == "group":
             scope = torch.unique(inputs.group, return_inverse=True)[1][scope]
         high = high_by_scope(rank, mask, scope, settings.keep) & mask
-    ties = high & (entropies <= 0) & (settings.order == "high" and not settings.keep_zero)
+    ties = high & (entropies <= 0) & (settings.order == "high")
     column = inputs.mask.with_values(high & ~ties)
     inputs = inputs.with_columns(**{HIGH: column, TIES: inputs.mask.with_values(ties)})
     if settings.where != "loss":

@@ -8,10 +8,7 @@ Aggregation does not depend on how the batch was cut. With trained-token mask m,
     constant              Σ_{i,t} m x / (B · L_max)        (Dr.GRPO, 2503.20783)
 
 Σ m and B are of the whole training batch of one optimiser step: all micro-batches of all replicas. They are counted
-here from numbers per row, which every rank has. A row with T_i = 0 adds nothing to the numerator. It still counts in B,
-unless `drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its mask
-set to False by the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the denominator
-already.)
+here from numbers per row, which every rank has. A row with T_i = 0 adds nothing to the numerator and counts in B.
 """
 
 from __future__ import annotations
@@ -99,10 +96,10 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
     return inputs.logprobs.with_values(loss)
 
 
-def counts(trained: Tensor, settings: ObjectiveSettings) -> Tensor:
+def counts(trained: Tensor) -> Tensor:
     """Denominators, float64 [2]: rows B and trained tokens Σ m, from the number of trained tokens of each row."""
-    rows = (trained > 0).sum() if settings.drop_empty else torch.tensor(len(trained))
-    return torch.stack([rows.to(trained.device), trained.sum()]).double()
+    rows = torch.tensor(len(trained), device=trained.device)
+    return torch.stack([rows, trained.sum()]).double()
 
 
 def weights(mask: Jagged, settings: ObjectiveSettings, denominators: Tensor) -> Jagged:

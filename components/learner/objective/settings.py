@@ -63,13 +63,11 @@ class ObjectiveSettings:
     entropy_bonus: float = 0.0
     """weight of the current policy's entropy, added to what is maximised [1/nat]"""
     importance: Importance = field(default_factory=Importance)
-    """importance weights learner/engine, and rejection of rows where the two differ too much"""
+    """importance weights learner/engine"""
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     """aggregation of token terms to one number; see `loss.py`"""
     constant_length: int = 0
     """L_max of aggregate "constant" [tokens]"""
-    drop_empty: bool = False
-    """rows without a trained token leave the count of rows B (DAPO's dynamic sampling with rows masked out)"""
 
     def __post_init__(self) -> None:
         try:

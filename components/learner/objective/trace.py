@@ -48,9 +48,8 @@ t − k, so that they let it decay. `distance: trained` counts trained tokens al
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -87,9 +86,6 @@ class Trace(Objective):
     """
 
     has_trace = True
-    audit_declares: ClassVar[Mapping[str, str]] = {
-        "loss_chain": "a λ-trace weighs token k by (1 − d^{T−k+1})/(1 − d), so early tokens more than late ones"
-    }
     metrics = (
         *RATIO_METRICS,
         Metric("gradient_scale", "ratio", "trace objectives: mean factor on the gradient of a trained token"),

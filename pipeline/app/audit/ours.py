@@ -12,6 +12,7 @@ from torch import Tensor
 from creditgraph.components.learner.objective import LossInputs as Inputs
 from creditgraph.components.learner.objective import Meters, ObjectiveSettings, aggregate, counts, loss_terms, prepare
 from creditgraph.pipeline.app.audit.batch import Batch, Floats
+from creditgraph.pipeline.app.audit.declared import declared_of
 from creditgraph.pipeline.app.audit.loss_target import LossInputs, LossTarget
 from creditgraph.pipeline.app.audit.targets import AdvantageTarget, AuditError
 from creditgraph.pipeline.core.component import Component, Context
@@ -65,7 +66,7 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
         name=name,
         call=call,
         reads=frozenset({"rewards", "groups", "valid"}),
-        declares=cls(config).audit_declares,
+        declares=declared_of(cls(config)),
     )
 
 
@@ -105,7 +106,7 @@ def objective_target(objective: ObjectiveSettings, name: str) -> LossTarget:
         meters = Meters()
         rows = prepare(rows, objective, meters)
         rows = rows.replace(logprobs=jagged(logprobs), entropies=rows.old_entropies)
-        return aggregate(loss_terms(rows, objective, meters), rows.mask, objective, counts(rows.mask.sum(), objective))
+        return aggregate(loss_terms(rows, objective, meters), rows.mask, objective, counts(rows.mask.sum()))
 
     reads = {"logprobs", "old_logprobs", "advantages", "mask", "groups"}
     return LossTarget(
@@ -113,7 +114,7 @@ def objective_target(objective: ObjectiveSettings, name: str) -> LossTarget:
         call=call,
         settings=vars(objective.config),
         reads=frozenset(reads | ({"reference_logprobs"} if objective.kl.coefficient else set())),
-        declares=type(objective.build()).audit_declares,
+        declares=declared_of(objective.build()),
     )
 
 

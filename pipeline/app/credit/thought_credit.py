@@ -63,7 +63,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
     inputs = prepare(inputs, bare, Meters()).replace(logprobs=sampled.with_values(leaf))
     loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare, Meters())
     tokens = torch.where(inputs.mask.values, loss.values, 0.0).sum()
-    whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask.sum(), bare))
+    whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask.sum()))
     if not tokens.requires_grad:  # every token is masked
         zero = sampled.with_values(torch.zeros(len(leaf), dtype=torch.float64))
         return Effective(credit=zero, weight=zero)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from creditgraph.pipeline import ROOT
 from creditgraph.pipeline.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 CONFIG_DIR = ROOT / "configs"
 

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, list_groups
-
-if TYPE_CHECKING:
-    pass
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
 _KEY = re.compile(r"[\w$-]+([/.@:][\w$-]+)*")

@@ -11,13 +11,13 @@ from creditgraph.components.models.fixed_sequence import fixed_tokens
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.encoding import decode, encode
 from creditgraph.pipeline.core.errors import CreditgraphError
-from creditgraph.pipeline.core.ranks import DeviceTurns
+from creditgraph.pipeline.core.ranks import DeviceSlots
 
 
 def learner_of(folder, turns=None, lockstep=False, dtype="bfloat16", **settings):
     learner = HFLearner(HFLearner.Config(optimizer=FAST, **settings))
     spec = ModelSpec(path=str(folder), dtype=dtype)
-    context = Context(node="learner", iterations=4, model=spec, turns=turns or DeviceTurns(), lockstep=lockstep)
+    context = Context(node="learner", iterations=4, model=spec, slots=turns or DeviceSlots(), lockstep=lockstep)
     learner.setup(context)
     return learner
 
@@ -83,7 +83,7 @@ def test_gpu_memory_goes_to_locked_pages_and_is_returned_to_other_processes(monk
 def test_taking_turns_changes_no_bit_of_training(model_folder, make_batch, dtype, lora):
     alone = learner_of(model_folder(), dtype=dtype, lora=lora)
     said = []
-    turns = DeviceTurns(shared=True, meet=lambda: said.append("meet"))
+    turns = DeviceSlots(shared=True, meet=lambda: said.append("meet"))
     turns.add_engine(lambda: said.append("engines sleep"))
     sharing = learner_of(model_folder(), turns, dtype=dtype, lora=lora)
     assert said == ["engines sleep", "meet"], "before the model loads"

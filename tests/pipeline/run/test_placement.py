@@ -42,7 +42,7 @@ class Engines(Component):
 
     def setup(self, context):
         super().setup(context)
-        context.turns.add_engine(lambda: said.append("engine gives back"))
+        context.slots.add_engine(lambda: said.append("engine gives back"))
 
     def run(self, *, report: TrainReport) -> Text:
         said.append("engine runs")
@@ -54,15 +54,15 @@ class Learner(Component):
 
     def setup(self, context):
         super().setup(context)
-        context.turns.begin()
-        context.turns.add_learner(lambda: said.append("learner offloads"), lambda: said.append("learner onloads"))
+        context.slots.begin()
+        context.slots.add_learner(lambda: said.append("learner offloads"), lambda: said.append("learner onloads"))
         said.append("learner is set up")
 
     def initial(self):
         return {"report": NOTHING}
 
     def run(self, *, text: TrainReport) -> Report:
-        self.context.turns.begin()
+        self.context.slots.begin()
         said.append("learner runs")
         return Report(report=NOTHING)
 

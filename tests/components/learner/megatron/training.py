@@ -15,7 +15,7 @@ from creditgraph.components.models.experts import unstack
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Credit, Trajectories
-from creditgraph.pipeline.core.ranks import DeviceTurns, Ranks
+from creditgraph.pipeline.core.ranks import DeviceSlots, Ranks
 from creditgraph.pipeline.run.distributed.processes import swap
 
 VOCAB = 42
@@ -99,7 +99,7 @@ def megatron_learner(
     layout: dict[str, Any],
     settings: dict[str, Any],
     dtype: str = "float32",
-    turns: DeviceTurns | None = None,
+    turns: DeviceSlots | None = None,
 ) -> Any:
     """This rank's learner in the present torch.distributed world."""
     import torch.distributed as dist
@@ -118,7 +118,7 @@ def megatron_learner(
             all_sum=sum_over_replicas,
             exchange=exchange_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
-            turns=turns or DeviceTurns(),
+            slots=turns or DeviceSlots(),
         )
     )
     return learner
@@ -398,7 +398,7 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
 
     from creditgraph.components.models.fixed_sequence import fixed_tokens
 
-    def learn(turns: DeviceTurns, resume: bool = False) -> tuple[Any, Any]:
+    def learn(turns: DeviceSlots, resume: bool = False) -> tuple[Any, Any]:
         learner = megatron_learner(folder, layout, CASES["reinforce"], dtype, turns)
         if resume:
             learner.load_shards(Path(target))
@@ -412,13 +412,13 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
         turns.end()
         return learner, out
 
-    _, expected = learn(DeviceTurns())
+    _, expected = learn(DeviceSlots())
     meetings: list[int] = []
-    learner, actual = learn(DeviceTurns(shared=True, meet=lambda: meetings.append(1)))
+    learner, actual = learn(DeviceSlots(shared=True, meet=lambda: meetings.append(1)))
     held, stay = learner.backend.offloadable()
     own = {p.untyped_storage()._cdata for p in stay}
     moved = [t for t in held if t.untyped_storage()._cdata not in own]
-    _, resumed = learn(DeviceTurns(shared=True), resume=True)
+    _, resumed = learn(DeviceSlots(shared=True), resume=True)
     assert dataclasses.asdict(actual.weights.scored) == dataclasses.asdict(expected.weights.scored)
     return {
         "moved": len(moved),

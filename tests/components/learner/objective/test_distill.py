@@ -6,7 +6,7 @@ from loss_inputs import by_hand, losses
 
 from creditgraph.components.learner.objective import LossInputs, ObjectiveSettings
 from creditgraph.components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB
-from creditgraph.components.learner.objective.distill import TEACHER_LOGPROB, Distill, top_divergence
+from creditgraph.components.learner.objective.distill import TEACHER_LOGPROB, top_divergence
 from creditgraph.pipeline.core.jagged import Jagged
 
 DISTILL = ObjectiveSettings(use="distill")
@@ -92,11 +92,6 @@ def test_later_steps_measure_the_gap_from_the_present_policy():
     (gradient,) = torch.autograd.grad(loss.values.sum(), part.logprobs.values)
     assert gradient.tolist() == pytest.approx([-2 * (1 - log2), 3.0])
     assert metrics["teacher_kl"] == pytest.approx(-(1 - log2 + 1 - 2) / 2)
-
-
-def test_bound_is_checked():
-    with pytest.raises(ValueError, match=r"expected largest_ratio ≥ 1, got 0.5"):
-        Distill.Config(largest_ratio=0.5)
 
 
 def losses_of(part):

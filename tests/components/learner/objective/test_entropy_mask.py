@@ -55,17 +55,14 @@ def test_tokens_of_no_entropy_are_left_out_and_counted():
     # ⌈.6·5⌉ = 3 tokens are asked for, two have entropy: τ = 0, and without the rule all five would stay.
     inputs = by_hand([0.1, -0.2, 0.3, 0.1, -0.1], [1.0] * 5)
     inputs = inputs.replace(old_entropies=Jagged.from_rows([torch.tensor([0.0, 0.7, 0.0, 0.2, 0.0])]))
-    s_trace, kept, p_trace = (
+    s_trace, p_trace = (
         ObjectiveSettings(use="trace", config={"clip": "current"}, entropy_mask=mask)
-        for mask in (EntropyMask(keep=0.6), EntropyMask(keep=0.6, keep_zero=True), EntropyMask())
+        for mask in (EntropyMask(keep=0.6), EntropyMask())
     )
     prepared, _, metrics = losses(inputs, s_trace)
     assert prepared.columns["high_entropy"].values.int().tolist() == [0, 1, 0, 1, 0]
     assert (metrics["high_entropy"], metrics["high_entropy_ties"]) == (pytest.approx(0.4), pytest.approx(0.6))
     assert not torch.allclose(gradient(inputs, s_trace), gradient(inputs, p_trace))
-    # The switch gives S-trace's old meaning, P-trace here.
-    torch.testing.assert_close(gradient(inputs, kept), gradient(inputs, p_trace))
-    assert losses(inputs, kept)[2]["high_entropy_ties"] == 0.0
     # Nothing ties at a threshold above 0.
     narrow = EntropyMask(keep=0.4, where="loss", denominator="kept")
     assert losses(inputs, ObjectiveSettings(entropy_mask=narrow))[2]["high_entropy_ties"] == 0.0

@@ -46,7 +46,6 @@ def test_weights_per_token_by_hand():
     meters = Meters()
     correct(inputs, objective.importance, meters)
     assert meters.values() == {
-        "importance_rejected": 0.0,
         "importance_capped": 0.5,
         "importance_weight": pytest.approx((math.exp(0.5) + 2) / 2),
     }
@@ -61,34 +60,6 @@ def test_weights_per_sequence_by_hand():
     assert columns[WEIGHT].values[:2].tolist() == pytest.approx([math.exp(0.5)] * 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({"reject_mean_below": 0.5}, [True, True, False]),  # geometric means e^1.75, e^−.2, e^−4.8
-        ({"reject_mean_above": 2.0}, [False, True, True]),
-        ({"reject_token_below": 1e-4}, [True, True, False]),  # e^−10 = 4.5e−5
-        ({"reject_token_below": 1e-5}, [True, True, True]),
-        ({"reject_mean_below": 0.9, "reject_mean_above": 2.0}, [False, False, False]),
-    ],
-)
-def test_rejected_rows_leave_mask_and_denominators(settings, kept):
-    meters = Meters()
-    inputs = correct(make_rows(), Importance(**settings), meters)
-    assert [bool(row.all()) for row in inputs.mask.rows()] == kept
-    assert [bool(row.any()) for row in inputs.mask.rows()] == kept
-    assert meters.values() == {"importance_rejected": pytest.approx(kept.count(False) / 3)}
-    assert WEIGHT not in inputs.columns
-    tokens = sum(len(row) for row, keep in zip(ROWS, kept, strict=True) if keep)
-    assert counts(inputs.mask.sum(), ObjectiveSettings()).tolist() == [3, tokens]
-
-
-def test_row_without_trained_token_is_neither_rejected_nor_counted():
-    meters = Meters()
-    settings = Importance(reject_mean_below=1.0, reject_mean_above=1.0)
-    correct(make_rows([[5.0], [0.0]], masked=[0]), settings, meters)
-    assert meters.values()["importance_rejected"] == 0.0
-
-
 def test_a_masked_token_without_a_log_prob_adds_nothing():
     inputs = make_rows(masked=[1])
     inputs.engine_logprobs.values[1] = math.nan
@@ -99,7 +70,7 @@ def test_a_masked_token_without_a_log_prob_adds_nothing():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_against_a_slow_loop(level):
-    settings = Importance(cap=1.02, level=level, reject_mean_below=0.99, reject_token_below=0.93)
+    settings = Importance(cap=1.02, level=level)
     for seed in range(20):
         inputs = make_inputs(lengths=(9, 1, 70, 4, 30), seed=seed)
         noise = torch.randn(len(inputs.mask.values), generator=torch.Generator().manual_seed(seed))
@@ -109,9 +80,7 @@ def test_against_a_slow_loop(level):
             mask = inputs.mask.row(row).tolist()
             old, engine = inputs.old_logprobs.row(row).tolist(), inputs.engine_logprobs.row(row).tolist()
             logs = [a - b if m else 0.0 for a, b, m in zip(old, engine, mask, strict=True)]
-            n = sum(mask)
-            rejected = n > 0 and (math.exp(sum(logs) / n) < 0.99 or min(map(math.exp, logs)) < 0.93)
-            assert out.mask.row(row).tolist() == [m and not rejected for m in mask]
+            assert out.mask.row(row).tolist() == mask
             weights = [math.exp(sum(logs))] * len(logs) if level == "sequence" else list(map(math.exp, logs))
             assert out.columns[WEIGHT].row(row).tolist() == pytest.approx([min(w, 1.02) for w in weights], rel=1e-5)
 
@@ -137,7 +106,7 @@ def expected_gradient(level):
         importance = Importance(cap=1e6, level=level)
         settings = ObjectiveSettings(use="reinforce", importance=importance, aggregate="seq_mean_token_sum")
         inputs = prepare(inputs, settings, Meters())
-        loss = aggregate(terms(inputs, settings, Meters()), inputs.mask, settings, counts(inputs.mask.sum(), settings))
+        loss = aggregate(terms(inputs, settings, Meters()), inputs.mask, settings, counts(inputs.mask.sum()))
         total -= torch.autograd.grad(loss, logits)[0] * (engine[0, a] + engine[1, b]).exp()
     return total, exact
 
@@ -149,14 +118,6 @@ def test_sequence_weights_give_the_policy_gradient_of_the_learner_and_token_weig
     assert (total - exact).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"cap": -1.0}, r"expected numbers ≥ 0 \(0 is off\), got -1, 0, 0, 0"),
-        ({"reject_mean_above": 0.5}, "equal policies have weight 1, and would be rejected; .* got 0, 0 and 0.5"),
-        ({"reject_token_below": 1.5}, "expected reject_mean_below ≤ 1"),
-    ],
-)
-def test_wrong_settings(settings, text):
-    with pytest.raises(ValueError, match=text):
-        Importance(**settings)
+def test_wrong_settings():
+    with pytest.raises(ValueError, match=r"expected cap ≥ 0 \(0 is off\), got -1"):
+        Importance(cap=-1.0)

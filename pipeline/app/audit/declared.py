@@ -1,0 +1,33 @@
+"""Checks that a method of ours fails by its definition, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.learner.objective.cispo import CISPO
+from creditgraph.components.learner.objective.distill import Distill
+from creditgraph.components.learner.objective.trace import Trace
+
+_MAXRL = "MaxRL divides by the mean of the group, the share of correct responses where rewards are 0 and 1"
+
+# Class → check of `creditgraph audit` → why its failure is wanted.
+DECLARED: Mapping[type, Mapping[str, str]] = {
+    CISPO: {
+        "loss_gradient": "the clipped weight is a constant of the gradient",
+        "loss_clip": "clipping bounds a token's weight and stops no token",
+    },
+    Distill: {
+        "loss_gradient": "the weight of a sampled token is a constant of the gradient, as in any policy gradient"
+    },
+    Trace: {"loss_chain": "a λ-trace weighs token k by (1 − d^{T−k+1})/(1 − d), so early tokens more than late ones"},
+}
+
+
+def declared_of(made: Any) -> dict[str, str]:
+    """Declared failures of a component or objective: of the table, and of its attribute `audit_declares`."""
+    if isinstance(made, GroupAdvantage) and made.config.normalize == "over_mean":
+        return {"reward_shift": _MAXRL, "monotone": _MAXRL}
+    table = next((checks for cls, checks in DECLARED.items() if isinstance(made, cls)), {})
+    return {**table, **getattr(made, "audit_declares", {})}
