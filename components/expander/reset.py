@@ -104,20 +104,20 @@ class Reset(Carrier):
     ) -> Outputs:
         """Samples all suffixes in one request batch; equal prefixes share their prefill."""
         check_aligned(failures, errors)
-        turn = self.begin(prompts, policy)
+        carried = self.begin(prompts, policy)
         if self._waiting is not None:
             failures = Trajectories.concat([self._waiting[0], failures])
             errors = StepErrors.concat([self._waiting[1], errors])
         suffixes = self.config.suffixes
         rows = torch.arange(len(failures)).repeat_interleave(suffixes)
         length = reset_length(failures.thought_ends, errors.step)
-        seed = keyed_seeds(turn.stream, keys_within(failures.prompt_uid), 0, suffixes).reshape(-1)
+        seed = keyed_seeds(carried.stream, keys_within(failures.prompt_uid), 0, suffixes).reshape(-1)
         uid = self.context.uids(len(rows))
         continued = sample_from_prefix(
-            turn.policy, failures.select(rows), length[rows], seed, self.config.sampling(), uid
+            carried.policy, failures.select(rows), length[rows], seed, self.config.sampling(), uid
         )
-        trajectories, complete = self.end(turn, continued)
-        done = turn.complete(failures.prompt_uid)
+        trajectories, complete = self.end(carried, continued)
+        done = carried.complete(failures.prompt_uid)
         waits = torch.isin(failures.prompt_uid, self.in_flight)
         self._waiting = (failures.select(waits), errors.select(waits)) if bool(waits.any()) else None
         failures, errors, length = failures.select(done), errors.select(done), length[done]

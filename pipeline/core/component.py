@@ -203,46 +203,10 @@ class ShardWrites(Protocol):
         """Waits for it and completes the files; all ranks call it. Raises RunError when one could not write."""
 
 
-class Component:
-    """Base of all nodes. Subclasses define `Config` and `run`, and override the other methods as needed.
+class Preflight:
+    """What the class of a node answers before anything loads; most need none of it."""
 
-    Class attributes:
-        paper: arXiv id or name of the source, "" when there is none.
-        placement: "replica" nodes run on the first rank of each data-parallel replica, on its share of the prompts.
-            "collective" nodes run on all ranks, each with the values of its replica; they see other replicas' rows
-            through `context.all_sum` and `context.exchange`. Payloads that are no batches they return the same
-            everywhere. When wires allow it, they overlap with the generation of later iterations.
-        same_settings: input → names of settings that must have the values of the node which the input is wired from,
-            where that node has settings of these names; a graph in which they differ is refused.
-        metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
-        final_pass: whether the node runs once more after the last iteration, on the final weights, with
-            `context.iteration == context.iterations`.
-        remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is
-            loaded. Checkpoints do not hold it, only older values that `@2` wires and later ones still read.
-    """
-
-    paper: ClassVar[str] = ""
-    placement: ClassVar[Placement] = "replica"
-    final_pass: ClassVar[bool] = False
-    same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    remakes: ClassVar[frozenset[str]] = frozenset()
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """No settings."""
-
-    config: Any
-    run: Callable[..., Any]  # every subclass defines it; its signature declares the sockets
-
-    def __init__(self, config: Any = None) -> None:
-        self.config = self.Config() if config is None else config
-        self.context = Context()
-
-    @classmethod
-    def ranks_per_replica(cls, config: Any) -> int:
-        """Number of processes that hold one replica of a collective node's model; known before anything loads."""
-        return 1
 
     @classmethod
     def shares_devices(cls, config: Any, device: str, world: int) -> bool:
@@ -298,6 +262,71 @@ class Component:
         """
         return []
 
+    @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        """Variables that libraries read when CUDA starts; `train` sets those that are not set before anything loads."""
+        return {}
+
+
+class Collective:
+    """What a node on all ranks may have beside other nodes."""
+
+    @classmethod
+    def ranks_per_replica(cls, config: Any) -> int:
+        """Number of processes that hold one replica of a collective node's model; known before anything loads."""
+        return 1
+
+    def save_shards(self, folder: Path) -> ShardWrites | None:
+        """Writes this rank's part of a state that is too large for one process; called on all ranks.
+
+        Returns None when all of it is written, or what is still being written, of the state as it is now.
+
+        The folder belongs to a checkpoint that is still being written under a temporary name, and is the same for all
+        ranks. Rank 0 also saves the result of `state_dict`, which is called on all ranks first.
+        """
+
+    def load_shards(self, folder: Path) -> None:
+        """Reads what `save_shards` wrote, perhaps on another number of ranks; called on all ranks.
+
+        Follows `load_state_dict`.
+        """
+
+
+class Component(Preflight, Collective):
+    """Base of all nodes. Subclasses define `Config` and `run`, and override the other methods as needed.
+
+    Class attributes:
+        paper: arXiv id or name of the source, "" when there is none.
+        placement: "replica" nodes run on the first rank of each data-parallel replica, on its share of the prompts.
+            "collective" nodes run on all ranks, each with the values of its replica; they see other replicas' rows
+            through `context.all_sum` and `context.exchange`. Payloads that are no batches they return the same
+            everywhere. When wires allow it, they overlap with the generation of later iterations.
+        same_settings: input → names of settings that must have the values of the node which the input is wired from,
+            where that node has settings of these names; a graph in which they differ is refused.
+        metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
+        final_pass: whether the node runs once more after the last iteration, on the final weights, with
+            `context.iteration == context.iterations`.
+        remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is
+            loaded. Checkpoints do not hold it, only older values that `@2` wires and later ones still read.
+    """
+
+    paper: ClassVar[str] = ""
+    placement: ClassVar[Placement] = "replica"
+    final_pass: ClassVar[bool] = False
+    same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    remakes: ClassVar[frozenset[str]] = frozenset()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """No settings."""
+
+    config: Any
+    run: Callable[..., Any]  # every subclass defines it; its signature declares the sockets
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = self.Config() if config is None else config
+        self.context = Context()
+
     def setup(self, context: Context) -> None:
         """Loads models and files. Overriders call `super().setup(context)` first."""
         self.context = context
@@ -332,11 +361,6 @@ class Component:
         return []
 
     @classmethod
-    def environment(cls, config: Any) -> dict[str, str]:
-        """Variables that libraries read when CUDA starts; `train` sets those that are not set before anything loads."""
-        return {}
-
-    @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
         """Replica nodes: returns the state that `load_state_dict` receives in replica `replica` of `replicas`.
 
@@ -344,21 +368,6 @@ class Component:
             states: states of the replicas that wrote the checkpoint, in order; a single one if all were equal.
         """
         return states[replica if replica < len(states) else 0]
-
-    def save_shards(self, folder: Path) -> ShardWrites | None:
-        """Collective nodes: writes this rank's part of a state that is too large for one process; called on all ranks.
-
-        Returns None when all of it is written, or what is still being written, of the state as it is now.
-
-        The folder belongs to a checkpoint that is still being written under a temporary name, and is the same for all
-        ranks. Rank 0 also saves the result of `state_dict`, which is called on all ranks first.
-        """
-
-    def load_shards(self, folder: Path) -> None:
-        """Collective nodes: reads what `save_shards` wrote, perhaps on another number of ranks; called on all ranks.
-
-        Follows `load_state_dict`.
-        """
 
     def close(self) -> None:
         """Releases processes, files and memory."""
