@@ -201,7 +201,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("sampler.thoughts.max_thoughts=abc", "sampler.thoughts.max_thoughts, evaluator.thoughts.max_thoughts: expected …"),
     ("sampler.group_size=true", "sampler.group_size: expected int, got True (bool)."),
     ("sampler.group_size=99999999999999999999", "sampler: expected group_size of 1 to 65,536, got …"),
-    ("prompts.use=prompts.datasets", "prompts.use: unknown component 'prompts.datasets'; expected a registered name, …"),
+    (
+        "prompts.use=prompts.datasets",
+        "prompts.use: unknown component 'prompts.datasets'; expected a registered name, …",
+    ),
     ("evaluator.samples=-1", "evaluator: expected samples ≥ 0, got -1."),
     ("evaluator.temperature=-1", "evaluator: expected temperature ≥ 0 (0 is greedy), got -1.0."),
     (
