@@ -78,7 +78,7 @@ class Results:
         if claim.untestable:
             return Verdict(word="not testable here", reason=claim.untestable)
         if claim.axis == "tokens" and self.withdrawn(claim.cell):
-            return Verdict(word="withdrawn", reason="see below")
+            return Verdict(word="withdrawn", reason="it compared batch sizes")
         pair = self.pair(claim.cell, claim.better, claim.worse, claim.axis)
         if pair is None:
             failed = self.cells.get(claim.cell, {}).get("failed")

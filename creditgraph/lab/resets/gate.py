@@ -38,6 +38,7 @@ Floats = NDArray[np.float64]
 SPLITS = ("1x4", "2x4", "1x8")
 TRUE, OWN, RANDOM, START, AFTER = "true first error", "localizer", "random step", "start", "after the error"
 PER_PROMPT = 2  # failures of a prompt that are reset, the first ones
+FEWEST_SUCCESSES = 20  # of the sampled responses: with fewer, a prediction is noise
 
 
 class Estimate(NamedTuple):
@@ -229,6 +230,12 @@ class _Sampling:
             raise DataError(
                 f"all {len(base)} responses to {count} problems are correct, so there is nothing to reset. Take harder "
                 "problems, or more of them with --prompts."
+            )
+        if int(right.sum()) < FEWEST_SUCCESSES:
+            raise DataError(
+                f"{int(right.sum())} of {len(base)} responses are correct; expected at least {FEWEST_SUCCESSES}, "
+                "on which the chances of a step and of a suffix rest. Raise --prompts or --samples, or take easier "
+                "problems."
             )
         error = self._errors(wrong)
         place = (~correct).cumsum(1)[~correct]  # of each failure among those of its problem, from 1

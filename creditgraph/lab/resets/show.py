@@ -154,7 +154,9 @@ def tables(name: str, gate: Gate, predicted: dict[str, dict[str, Ratio]]) -> str
             markdown_table(
                 ["split", "attempts", "silent: true", "silent: random", *(f"GRPO/resets: {k}" for k in shown)], splits
             ),
-            "GRPO/resets: GRPO's sampled tokens over those of resets, by the simulation; 0: never",
+            "GRPO/resets: GRPO's sampled tokens over those of resets, by the simulation; 0: never. Both have equally\n"
+            "many prompts per update and one step size, so the ratio mixes batch size with credit: a smaller batch\n"
+            "gives GRPO a part of it, or all.",
             markdown_table([f"condition ({split})", "measured", "wanted", "holds"], checks),
             advice(gate, predicted),
         ]

@@ -100,7 +100,7 @@ def resets(capsys):
 
 
 def test_the_command(resets):
-    settings = ["recipe=toy_srpo_oracle", "--prompts", "4", "--samples", "8"]
+    settings = ["recipe=toy_srpo_oracle", "--prompts", "12", "--samples", "16"]
     code, out, _ = resets(*settings, "--json")
     assert code == 0
     result = json.loads(out)
@@ -119,6 +119,7 @@ def test_mistakes(resets, tmp_path):
         (["recipe=toy_grpo", "sampler.mode=plain"], "expected thoughts. Set sampler.mode=thought"),
         ([str(tmp_path), "recipe=toy_grpo"], "expected one run directory, or recipe=NAME"),
         (["recipe=toy_grpo", "--prompts", "1"], "expected --prompts of at least 2"),
+        (["recipe=toy_srpo_oracle", "--prompts", "2", "--samples", "8"], "responses are correct; expected at least 20"),
         ([str(tmp_path)], "no run there"),
     ):
         code, _, error = resets(*arguments)
