@@ -157,9 +157,9 @@ def test_outputs_may_be_alive_where_every_reader_is_done_before_the_node_runs_ag
 
 def test_nodes_that_share_devices_take_turns():
     view, contexts = runners(1)
-    assert view.turns.shared
-    assert contexts["engine"].turns is contexts["learner"].turns is view.turns
-    assert not runners(1, use="Alone")[0].turns.shared
+    assert view.slots.shared
+    assert contexts["engine"].slots is contexts["learner"].slots is view.slots
+    assert not runners(1, use="Alone")[0].slots.shared
     with pytest.raises(ConfigError, match=r"engine: expected a learner that waits while engine samples, .*sleep=never"):
         runners(2)
 
