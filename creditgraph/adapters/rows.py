@@ -1,0 +1,250 @@
+"""Responses of another trainer as the payloads of a graph, and the credit of a graph as the trainer's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from creditgraph.pipeline.core.errors import DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories, Turns
+
+UNKNOWN_FINISH = "unknown"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rollouts:
+    """A batch of responses as another trainer holds it: one row per response, padded on the right.
+
+    Attributes:
+        mask: bool or number [N, T], not 0 where the policy sampled the token and is trained on it; 0 on padding and on
+            what a tool or an environment wrote.
+        rewards: float [N], or [N, T] with each reward at a token. A row without a finite reward gets zero credit.
+        group: N ids; responses to the same prompt share one.
+        tokens: int [N, T], ids of the response; None where the trainer's hook does not pass them.
+        prompts: N prompts as token ids, without padding; None where they are not passed.
+        turn_rewards: of each row, the reward of each of its turns; by default `rewards` [N, T] says where they are,
+            and `rewards` [N] belong to the last turn.
+        states: of each row, a key of the environment's state before each turn, "" where unknown; by default the tokens
+            that were read since the turn before, where `tokens` are known.
+        values: float [N, T], a critic's value before each token.
+        logprobs, entropies: float [N, T], of the sampling distribution [nats].
+        texts, answers: N prompts as texts, and their reference answers.
+        responses: N texts.
+        temperature: of sampling.
+    """
+
+    mask: Tensor
+    rewards: Tensor
+    group: Sequence[Hashable] | Tensor | np.ndarray[Any, Any]
+    tokens: Tensor | None = None
+    prompts: Sequence[Sequence[int]] | None = None
+    turn_rewards: Sequence[Sequence[float]] | None = None
+    states: Sequence[Sequence[str]] | None = None
+    values: Tensor | None = None
+    logprobs: Tensor | None = None
+    entropies: Tensor | None = None
+    texts: Sequence[str] | None = None
+    answers: Sequence[str] | None = None
+    responses: Sequence[str] | None = None
+    temperature: float = 1.0
+    trained: Tensor = field(init=False)
+    """bool [N, T], `mask` on the CPU"""
+
+    def __post_init__(self) -> None:
+        if self.mask.dim() != 2:
+            raise DataError(f"rollouts: expected a mask of shape [N, T], got {tuple(self.mask.shape)}.")
+        object.__setattr__(self, "trained", self.mask.detach().cpu() != 0)
+        rows, width = self.mask.shape
+        for name in ("tokens", "values", "logprobs", "entropies"):
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != (rows, width):
+                raise DataError(f"rollouts: {name} has shape {tuple(value.shape)}, but the mask {(rows, width)}.")
+        if tuple(self.rewards.shape) not in ((rows,), (rows, width)):
+            raise DataError(
+                f"rollouts: rewards of shape {tuple(self.rewards.shape)}; expected {(rows,)} or {(rows, width)}."
+            )
+        for name in ("group", "prompts", "turn_rewards", "states", "texts", "answers", "responses"):
+            value = getattr(self, name)
+            if value is not None and len(value) != rows:
+                raise DataError(f"rollouts: {len(value)} entries in {name}, but {rows} rows in the mask.")
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Spans:
+    """Tokens of rows: `at` holds the places of M pieces within `row`, int64 [M], each piece in rising order."""
+
+    row: Tensor
+    at: Jagged
+
+    def gather(self, padded: Tensor) -> Jagged:
+        """The values of padded [N, T] in each piece."""
+        return self.at.with_values(padded.detach().cpu()[self.row[self.at.row_ids], self.at.values])
+
+    def scatter(self, values: Jagged, like: Tensor) -> Tensor:
+        """The values in a tensor of the shape of `like` [N, T], 0 outside of the pieces."""
+        out = torch.zeros(like.shape, dtype=values.values.dtype)
+        out[self.row[self.at.row_ids], self.at.values] = values.values
+        return out
+
+
+def whole_rows(trained: Tensor, gaps: bool) -> Spans:
+    """Of each row of bools [N, T] the tokens that are trained on; with `gaps` also those between them."""
+    if gaps:
+        trained = trained.flip(1).cumsum(1).flip(1) > 0
+    return Spans(
+        row=torch.arange(len(trained)), at=Jagged.from_lengths(trained.nonzero(as_tuple=True)[1], trained.sum(1))
+    )
+
+
+def turns_of(trained: Tensor) -> Spans:
+    """Runs of tokens of bools [N, T] that are trained on without a gap: the turns of the policy, row by row."""
+    edges = torch.diff(torch.nn.functional.pad(trained.int(), (1, 1)), dim=1)
+    row, begin = (edges == 1).nonzero(as_tuple=True)
+    end = (edges == -1).nonzero(as_tuple=True)[1]
+    return Spans(row=row, at=Jagged.from_lengths(trained.nonzero(as_tuple=True)[1], end - begin))
+
+
+def starts(spans: Spans) -> Tensor:
+    """int64 [M]: the first place of each piece, 0 for one without tokens."""
+    full = spans.at.lengths > 0
+    first = torch.zeros_like(spans.row)
+    first[full] = spans.at.values[spans.at.offsets[:-1][full]]
+    return first
+
+
+def places_of_groups(group: Any) -> Tensor:
+    """int64 [N]: a number for each id, in the order in which they come."""
+    ids: dict[Hashable, int] = {}
+    entries = group.tolist() if isinstance(group, Tensor | np.ndarray) else group
+    return torch.tensor([ids.setdefault(entry, len(ids)) for entry in entries], dtype=torch.int64)
+
+
+def outcomes(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """The sum of each row's rewards, float32 [N], and whether it is finite, bool [N]."""
+    rewards = rollouts.rewards.detach().cpu().double()
+    if rollouts.turn_rewards is not None:
+        total = torch.tensor([float(sum(row)) for row in rollouts.turn_rewards], dtype=torch.float64)
+    else:
+        total = rewards if rewards.dim() == 1 else rewards.sum(1)
+    valid = torch.isfinite(total)
+    return total.where(valid, 0.0).float(), valid
+
+
+def trajectories_of(rollouts: Rollouts, spans: Spans, group: Tensor, uid: Tensor) -> Trajectories:
+    """The spans as trajectories; what is not known is 0 in token ids and NaN in numbers."""
+    shape = rollouts.mask.shape
+    tokens = torch.zeros(shape, dtype=torch.int32) if rollouts.tokens is None else rollouts.tokens.to(torch.int32)
+    unknown = torch.full(shape, torch.nan)
+    row = spans.row
+    prompts = Jagged.from_rows([[]] * len(rollouts) if rollouts.prompts is None else rollouts.prompts, torch.int32)
+    before = Jagged.from_rows([tokens[r, :b] for r, b in zip(row.tolist(), starts(spans).tolist(), strict=True)])
+    responses = [""] * len(rollouts) if rollouts.responses is None else list(rollouts.responses)
+    return Trajectories(
+        uid=uid,
+        prompt_uid=group[row],
+        group=group[row],
+        parent=torch.full_like(row, -1),
+        prompt_tokens=prompts.select(row).join(before.to(torch.int32)),
+        response_tokens=spans.gather(tokens),
+        inherited=torch.zeros_like(row),
+        engine_logprobs=spans.gather(unknown if rollouts.logprobs is None else rollouts.logprobs.float()),
+        entropies=spans.gather(unknown if rollouts.entropies is None else rollouts.entropies.float()),
+        thought_ends=Jagged.from_lengths(torch.zeros(0, dtype=torch.int32), torch.zeros_like(row)),
+        policy_version=torch.zeros_like(row),
+        finish_reason=[UNKNOWN_FINISH] * len(row),
+        text=[responses[i] for i in row.tolist()],
+        temperature=rollouts.temperature,
+    )
+
+
+def rewards_of(rollouts: Rollouts, row: Tensor, uid: Tensor) -> Rewards:
+    """The outcome of the row of each trajectory."""
+    value, valid = outcomes(rollouts)
+    detail = ["" if ok else "the trainer's reward is not a finite number" for ok in valid[row].tolist()]
+    return Rewards(uid=uid, value=value[row], correct=value[row] > 0, valid=valid[row], detail=detail)
+
+
+def turn_rows(rollouts: Rollouts, spans: Spans, uid: Tensor) -> Turns:
+    """The spans of `turns_of` as turns of episodes, which are the rows."""
+    row = spans.row
+    counts = torch.bincount(row, minlength=len(rollouts))
+    first = (counts.cumsum(0) - counts)[row]
+    turn = torch.arange(len(row)) - first
+    last = turn == counts[row] - 1
+    return Turns(
+        uid=uid,
+        episode=uid[first],
+        turn=turn,
+        state=_states(rollouts, spans, counts),
+        reward=_turn_rewards(rollouts, spans, counts, last),
+        done=last,
+        fault=[""] * len(row),
+    )
+
+
+def _turn_rewards(rollouts: Rollouts, spans: Spans, counts: Tensor, last: Tensor) -> Tensor:
+    """float32 [M]: of a reward at a token, the turn is the last one that began at or before it."""
+    value, _ = outcomes(rollouts)
+    if rollouts.turn_rewards is not None:
+        given = torch.tensor([len(r) for r in rollouts.turn_rewards])
+        _same_turns("turn_rewards", given, counts)
+        flat = [float(reward) for rewards in rollouts.turn_rewards for reward in rewards]
+        return torch.nan_to_num(torch.tensor(flat, dtype=torch.float32), 0.0, 0.0, 0.0)
+    if rollouts.rewards.dim() == 1:
+        return value[spans.row].where(last, 0.0)
+    sums = torch.nan_to_num(rollouts.rewards.detach().cpu().double(), 0.0, 0.0, 0.0).cumsum(1)
+    sums = torch.nn.functional.pad(sums, (1, 0))
+    # A turn's rewards end where the next turn begins; those before the first turn are its own.
+    begin = starts(spans)
+    begin[torch.nn.functional.pad(last[:-1], (1, 0), value=True)] = 0
+    end = torch.cat([begin[1:], begin[:1]]).where(~last, rollouts.mask.shape[1])
+    return (sums[spans.row, end] - sums[spans.row, begin]).float()
+
+
+def _states(rollouts: Rollouts, spans: Spans, counts: Tensor) -> list[str]:
+    if rollouts.states is not None:
+        _same_turns("states", torch.tensor([len(s) for s in rollouts.states]), counts)
+        return [state for states in rollouts.states for state in states]
+    if rollouts.tokens is None:
+        first = torch.diff(spans.row, prepend=torch.tensor([-1])) != 0
+        return ["start" if begins else "" for begins in first.tolist()]
+    tokens = rollouts.tokens.detach().cpu()
+    states, before = [], (-1, 0)
+    for row, begin, length in zip(spans.row.tolist(), starts(spans).tolist(), spans.at.lengths.tolist(), strict=True):
+        start = before[1] if row == before[0] else 0
+        # The first turn has read the prompt, which its group shares.
+        states.append(" ".join(map(str, tokens[row, start:begin].tolist())) or "start")
+        before = (row, begin + length)
+    return states
+
+
+def _same_turns(name: str, given: Tensor, counts: Tensor) -> None:
+    if not torch.equal(given, counts):
+        row = int((given != counts).nonzero()[0])
+        raise DataError(
+            f"rollouts: {name} has {int(given[row])} entries in row {row}, but its mask has {int(counts[row])} turns "
+            "(runs of tokens that the policy sampled). Give one entry per turn."
+        )
+
+
+def prompts_of(rollouts: Rollouts, group: Tensor) -> Prompts:
+    """One prompt per group, with the text and answer of its first row."""
+    uid, first = np.unique(group.numpy(), return_index=True)
+    tokens = [[] if rollouts.prompts is None else list(rollouts.prompts[i]) for i in first]
+    texts, answers = rollouts.texts, rollouts.answers
+    return Prompts(
+        uid=torch.from_numpy(uid),
+        tokens=Jagged.from_rows(tokens, torch.int32),
+        text=[""] * len(first) if texts is None else [texts[i] for i in first],
+        answer=[""] * len(first) if answers is None else [answers[i] for i in first],
+        metadata=[{} for _ in first],
+    )

@@ -1,0 +1,199 @@
+"""Credit graphs in TRL's GRPOTrainer: advantages per token, and a graph's objective as the loss.
+
+    trainer = CreditGRPOTrainer(
+        model="Qwen/Qwen3-0.6B", reward_funcs=reward, train_dataset=dataset, args=GRPOConfig(...), credit="gigpo"
+    )
+
+TRL has no public hook for advantages. The class overrides `_calculate_rewards` (to keep the rewards), and
+`_generate_and_score_completions` (to replace the advantages [N] by [N, T], which TRL's loss takes); with
+`objective=True` also `_compute_loss`. These are private methods: `TESTED` are the versions that tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from trl import GRPOTrainer
+
+from creditgraph.adapters.estimator import check_version
+from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.loss import COLUMN, loss_inputs, loss_weights, prepared, token_losses
+from creditgraph.adapters.rows import Rollouts
+from creditgraph.pipeline.core.errors import ConfigError
+
+TESTED = ("1.16",)
+PerTurn = Callable[..., Sequence[Sequence[Any]]]
+MODEL_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer whose advantages come from a credit graph.
+
+    A turn is a run of tokens that the model sampled (TRL's `tool_mask`). Rewards are TRL's weighted sums; they belong
+    to the last turn, unless `turn_rewards` says otherwise.
+
+    Args:
+        credit: a `CreditGraph`, or the name of a graph.
+        objective: the loss is that of the graph, with its aggregation; `loss_type`, `epsilon` and `beta` have no
+            effect. Without it TRL's loss reads the graph's advantages.
+        turn_rewards: called as a reward function of TRL; returns for each completion the reward of each turn. Their
+            sum replaces the rewards of the reward functions in the credit.
+        turn_states: called alike; returns for each completion a key of the state before each turn, by default the
+            tokens that the model read since its last turn.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        credit: CreditGraph | str,
+        objective: bool = False,
+        turn_rewards: PerTurn | None = None,
+        turn_states: PerTurn | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_version("trl", TESTED)
+        self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
+        self.credit_objective = self.credit.objective if objective else None
+        if self.credit_objective is not None and self.credit_objective.kl.coefficient:
+            raise ConfigError(
+                f"graph '{self.credit.name}': its loss has a KL term, which needs a reference model; set "
+                "learner.objective.kl.coefficient=0 and GRPOConfig.beta without objective=True."
+            )
+        self._per_turn = {"turn_rewards": turn_rewards, "states": turn_states}
+        self._given: dict[str, Any] = {}
+        super().__init__(*args, **kwargs)
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]]
+    ) -> Tensor:
+        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key not in ("prompt", "completion")}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids} | columns
+        self._given = {name: list(f(**given)) for name, f in self._per_turn.items() if f is not None}
+        self._given |= {"texts": prompts, "answers": columns.get("answer")}
+        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        self._given["rewards"] = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        size = self.num_generations if mode == "train" else self.num_generations_eval
+        rollouts = self._rollouts(output, size)
+        advantages = self.credit(rollouts)
+        local = len(output["completion_ids"])
+        first = self.accelerator.process_index * local
+        mine = advantages[first : first + local, : output["completion_ids"].shape[1]]
+        output["advantages"] = mine.to(output["completion_ids"].device)
+        for name, value in self.credit.metrics.items():
+            self._metrics[mode][f"credit/{name}"].append(value)
+        # The table of completions shows the mean advantage of each response's tokens in place of TRL's.
+        means = advantages.sum(1) / rollouts.trained.sum(1).clamp(min=1)
+        log = self._logs["advantages"]
+        for _ in range(min(len(log), len(means))):
+            log.pop()
+        log.extend(means.tolist())
+        if self.credit_objective is not None and mode == "train":
+            self._prepare_loss(output)
+        return output
+
+    def _rollouts(self, output: dict[str, Any], size: int) -> Rollouts:
+        """The completions of all processes, as groups may lie in several."""
+        mask = _trained(output)
+        lengths = output["completion_mask"].sum(1).tolist()
+        lists = {
+            "tokens": [row[:n] for row, n in zip(output["completion_ids"].tolist(), lengths, strict=True)],
+            "mask": [row[:n] for row, n in zip(mask.tolist(), lengths, strict=True)],
+            "prompts": [
+                [t for t, real in zip(ids, kept, strict=True) if real]
+                for ids, kept in zip(output["prompt_ids"].tolist(), output["prompt_mask"].tolist(), strict=True)
+            ],
+        }
+        per_row = ("turn_rewards", "states", "texts", "answers")
+        lists |= {name: self._given[name] for name in per_row if self._given.get(name) is not None}
+        rows = {name: gather_object(values) for name, values in lists.items()}
+        rewards = (self._given["rewards"] * self.reward_weights.to(self._given["rewards"].device)).cpu()
+        unscored = torch.isnan(rewards).all(1)
+        total = rewards.nansum(1).masked_fill(unscored, torch.nan)
+        texts = rows.pop("texts")
+        answers = rows.get("answers")
+        return Rollouts(
+            mask=_pad(rows.pop("mask")),
+            tokens=_pad(rows.pop("tokens")),
+            rewards=total,
+            group=torch.arange(len(total)) // size,
+            texts=[t if isinstance(t, str) else str(t) for t in texts],
+            answers=None if answers is None else [str(a) for a in answers],
+            temperature=self.temperature,
+            **{name: rows[name] for name in ("prompts", "turn_rewards", "states") if name in rows},
+        )
+
+    @torch.no_grad()
+    def _prepare_loss(self, output: dict[str, Any]) -> None:
+        """Adds log-probs of the sampling weights, and the objective's columns, to the batch, for all its steps."""
+        size = self.args.per_device_train_batch_size
+        logprobs, entropies = self._score(self.model, output, size)
+        output["old_per_token_logps"] = logprobs
+        assert self.credit_objective is not None
+        inputs = loss_inputs(logprobs, logprobs, output["advantages"], _trained(output), old_entropies=entropies)
+        width = logprobs.shape[1]
+
+        def all_sum(x: Tensor) -> Tensor:
+            total: Tensor = self.accelerator.reduce(x.to(logprobs.device), reduction="sum").cpu()
+            return total
+
+        for name, column in prepared(inputs, self.credit_objective, width, all_sum).items():
+            output[COLUMN + name] = column
+
+    def _score(self, model: Any, inputs: dict[str, Any], size: int | None = None) -> tuple[Tensor, Tensor]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        further = {name: inputs.get(name) for name in MODEL_INPUTS}
+        keep = inputs["completion_ids"].shape[1]
+        logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
+            model, ids, attention, keep, batch_size=size, compute_entropy=True, **further
+        )
+        return logprobs, entropies
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        settings = self.credit_objective
+        if settings is None or not self.model.training:
+            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+        mask = _trained(inputs)
+        logprobs, entropies = self._score(model, inputs)
+        columns = {name.removeprefix(COLUMN): value for name, value in inputs.items() if name.startswith(COLUMN)}
+        given = loss_inputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"], mask, columns=columns)
+        losses, metrics = token_losses(given, settings, mask.shape[1])
+        # One optimiser step: its micro-batches on all processes, whose gradients DDP averages.
+        parts, ranks = self.current_gradient_accumulation_steps, self.accelerator.num_processes
+        tokens = float(inputs["num_items_in_batch"]) * parts / self.args.steps_per_generation
+        weight = loss_weights(mask, settings, len(mask) * parts * ranks, tokens)
+        for name, value in metrics.items():
+            self._metrics["train"][f"credit/{name}"].append(value)
+        self._metrics["train"]["entropy"].append(float((entropies * mask).sum() / mask.sum().clamp(min=1)))
+        total: Tensor = ranks * (losses * weight).sum()
+        return total
+
+
+def _trained(inputs: dict[str, Any]) -> Tensor:
+    mask: Tensor = inputs["completion_mask"]
+    return mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
+
+
+def _pad(rows: list[list[int]]) -> Tensor:
+    width = max(map(len, rows), default=0)
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64).view(len(rows), width)

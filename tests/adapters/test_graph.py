@@ -1,0 +1,171 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+from creditgraph.adapters.graph import CreditGraph, graph_names
+from creditgraph.adapters.rows import Rollouts
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError
+from tests.adapters import slow
+
+MASK = [
+    [1, 1, 0, 0, 1, 1, 0],
+    [1, 1, 1, 0, 1, 0, 0],
+    [1, 0, 1, 1, 1, 1, 1],
+    [0, 1, 0, 1, 0, 0, 0],
+    [1, 1, 0, 1, 0, 1, 1],
+]
+GROUP = ["a", "b", "a", "b", "a"]
+
+
+def rollouts(seed=0, **changes):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(MASK)
+    # Few token ids, so that turns share states.
+    tokens = torch.randint(1, 3, mask.shape, generator=generator)
+    rewards = torch.randn(mask.shape, generator=generator) * mask
+    given = {"mask": mask, "rewards": rewards, "group": GROUP, "tokens": tokens}
+    return Rollouts(**(given | changes))
+
+
+def turn_rewards(batch):
+    """A reward belongs to the last turn that began at or before it; the first turn also has those before it."""
+    out = []
+    for row, runs in zip(batch.rewards.tolist(), slow.turns(MASK), strict=True):
+        begins = [0, *(begin for begin, _ in runs[1:]), len(row)]
+        out.append([sum(row[b:e]) for b, e in pairwise(begins)])
+    return out
+
+
+def close(graph, batch, expected):
+    torch.testing.assert_close(graph(batch), torch.tensor(expected, dtype=torch.float32), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_equal_loops_over_the_trainers_tensors(seed):
+    batch = rollouts(seed)
+    states = slow.states_of(MASK, batch.tokens.tolist())
+    close(CreditGraph("grpo"), batch, slow.grpo(MASK, batch.rewards.sum(1).tolist(), GROUP))
+    per_turn = turn_rewards(batch)
+    close(CreditGraph("gigpo", "advantage.omega=0.5"), batch, slow.gigpo(MASK, per_turn, GROUP, states, 0.5))
+    close(CreditGraph("gae_turns"), batch, slow.turn_gae(MASK, per_turn, GROUP, states))
+
+
+def test_rewards_may_be_given_per_row_per_token_or_per_turn():
+    batch = rollouts()
+    graph = CreditGraph("mt_grpo")
+    same = graph(rollouts(turn_rewards=turn_rewards(batch)))
+    torch.testing.assert_close(graph(batch), same)
+    last = [[0.0] * (len(r) - 1) + [sum(r)] for r in turn_rewards(batch)]
+    torch.testing.assert_close(graph(rollouts(rewards=batch.rewards.sum(1))), graph(rollouts(turn_rewards=last)))
+
+
+def test_states_may_be_given_and_without_tokens_only_that_of_the_first_turn_is_known():
+    graph = CreditGraph("gigpo")
+    states = slow.states_of(MASK, rollouts().tokens.tolist())
+    torch.testing.assert_close(graph(rollouts(tokens=None, states=states)), graph(rollouts()))
+    first = [["start", *(f"{i}.{k}" for k in range(1, len(runs)))] for i, runs in enumerate(slow.turns(MASK))]
+    torch.testing.assert_close(graph(rollouts(tokens=None)), graph(rollouts(states=first)))
+
+
+def test_padding_order_and_further_batches_change_nothing():
+    graph = CreditGraph("gigpo")
+    batch = rollouts()
+    plain = graph(batch)
+    wide = {name: torch.nn.functional.pad(getattr(batch, name), (0, 3)) for name in ("mask", "rewards", "tokens")}
+    torch.testing.assert_close(graph(rollouts(**wide))[:, :7], plain)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    moved = {name: getattr(batch, name)[order] for name in ("mask", "rewards", "tokens")}
+    torch.testing.assert_close(graph(rollouts(**moved, group=[GROUP[i] for i in order])), plain[order])
+
+
+def test_a_row_without_a_finite_reward_gets_no_credit_and_is_in_no_mean():
+    batch = rollouts()
+    value = batch.rewards.sum(1)
+    value[2] = float("nan")
+    advantage = CreditGraph("grpo")(rollouts(rewards=value))
+    assert advantage[2].abs().max() == 0
+    kept = [0, 1, 3, 4]
+    expected = slow.grpo([MASK[i] for i in kept], value[kept].tolist(), [GROUP[i] for i in kept])
+    torch.testing.assert_close(advantage[kept], torch.tensor(expected), atol=2e-6, rtol=2e-6)
+
+
+def test_token_gae_reads_the_trainers_values_and_skips_what_tools_wrote():
+    batch = rollouts(values=torch.rand(5, 7, generator=torch.Generator().manual_seed(5)))
+    graph = CreditGraph("ppo", "advantage.whiten=false", "advantage.lam=0.7")
+    expected = torch.zeros(5, 7)
+    for i, row in enumerate(MASK):
+        places, after, running = [t for t, m in enumerate(row) if m], None, 0.0
+        for t in reversed(places):
+            nxt = float(batch.rewards[i].sum()) if after is None else float(batch.values[i, after])
+            running = nxt - float(batch.values[i, t]) + (0.0 if after is None else 0.7 * running)
+            expected[i, t], after = running, t
+    torch.testing.assert_close(graph(batch), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(DataError, match=r"it reads values, but the trainer gave none; see Rollouts.values"):
+        graph(rollouts())
+
+
+def test_metrics_are_those_of_the_last_batch():
+    graph = CreditGraph("grpo")
+    graph(rollouts())
+    assert graph.metrics["advantage/groups"] == 2
+    one = rollouts(group=["a"] * 5)
+    graph(one)
+    assert graph.metrics["advantage/groups"] == 1
+
+
+def test_every_shipped_graph_credits_or_says_what_it_lacks():
+    credited, refused = [], {}
+    entropies = torch.rand(5, 7)
+    for name in graph_names():
+        try:
+            graph = CreditGraph(name)
+            assert torch.isfinite(graph(rollouts(values=torch.rand(5, 7), entropies=entropies))).all()
+            credited.append(name)
+        except CreditgraphError as error:
+            refused[name] = str(error)
+    assert {"grpo", "gigpo", "gae_turns", "mt_grpo", "s_trace", "grpo_lambda", "ppo", "hicra"} <= set(credited)
+    assert {"srpo", "rredcot", "vineppo", "treerl"} <= set(refused)
+    assert [name for name, sentence in refused.items() if name not in sentence] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gipgo"], r"no graph 'gipgo'; expected one of .* Did you mean 'gigpo'\?"),
+        (["srpo"], r"graph 'srpo': it samples responses of its own \(sampler.failures, expander.reset\)"),
+        (["rredcot"], r"node 'value' scores texts with the policy; pass policy=EndpointPolicy"),
+        (["vineppo"], r"segmenter.thought reads where thoughts end"),
+        (["grpo", "advantage.normalise=std"], r"advantage.normalise.*normalize"),
+    ],
+)
+def test_what_cannot_run_is_refused_when_it_is_built(arguments, sentence):
+    with pytest.raises(CreditgraphError, match=sentence):
+        CreditGraph(*arguments)
+
+
+def test_texts_need_the_models_tokenizer():
+    policy = object()
+    with pytest.raises(ConfigError, match=r"it reads texts; give the folder or hub name of the tokenizer, model.path="):
+        CreditGraph("rredcot", policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mask": torch.ones(5)}, r"expected a mask of shape \[N, T\]"),
+        ({"tokens": torch.ones(5, 6)}, r"tokens has shape \(5, 6\), but the mask \(5, 7\)"),
+        ({"rewards": torch.ones(4)}, r"rewards of shape \(4,\); expected \(5,\) or \(5, 7\)"),
+        ({"group": ["a"]}, "1 entries in group, but 5 rows"),
+    ],
+)
+def test_wrong_shapes_are_refused(changes, sentence):
+    with pytest.raises(DataError, match=sentence):
+        rollouts(**changes)
+
+
+def test_turn_rewards_must_have_one_entry_per_turn():
+    short = [[0.0] * len(runs) for runs in slow.turns(MASK)]
+    short[3] = [1.0]
+    with pytest.raises(DataError, match=r"turn_rewards has 1 entries in row 3, but its mask has 2 turns"):
+        CreditGraph("gigpo")(rollouts(turn_rewards=short))

@@ -1,0 +1,109 @@
+"""TRL trains with credit graphs, in an environment of its own."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from creditgraph.components.models.load import resolve_model_path
+from creditgraph.pipeline import ROOT
+from tests.adapters import slow
+
+HERE = Path(__file__).parent
+PYTHON = ROOT.parent / ".venv-trl/bin/python"
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="no TRL: tools/other_environment trl"),
+    pytest.mark.xdist_group("trl"),
+    pytest.mark.slow,
+]
+# TRL divides by the unbiased standard deviation plus 1e-4.
+AS_TRL = ["advantage.unbiased=true", "advantage.eps=1e-4"]
+JOBS = {
+    "trl_grpo": {"trl": {"loss_type": "grpo"}},
+    "trl_dapo": {"trl": {"loss_type": "dapo"}},
+    "advantages": {"graph": "grpo", "overrides": AS_TRL, "trl": {"loss_type": "grpo"}},
+    "grpo": {"graph": "grpo", "overrides": AS_TRL, "objective": True},
+    "dapo": {"graph": "grpo", "overrides": [*AS_TRL, "learner.objective.aggregate=token_mean"], "objective": True},
+    "group": {"graph": "grpo", "turns": True},
+    "gigpo": {"graph": "gigpo", "overrides": ["advantage.omega=0.5"], "turns": True},
+    "turn_gae": {"graph": "gae_turns", "turns": True, "objective": True},
+    "s_trace": {"graph": "s_trace", "objective": True},
+    "no_trace": {"graph": "s_trace", "overrides": ["learner.objective.config.decay=0"], "objective": True},
+    "grpo_std": {"graph": "grpo", "objective": True},
+}
+PLAIN = {"graph": "", "overrides": [], "objective": False, "turns": False, "trl": {}}
+
+
+def train(folder, jobs, launcher=()):
+    """Writes folder/results.json, or results.json.RANK of each process of a launcher."""
+    (folder / "jobs.json").write_text(json.dumps({name: PLAIN | job for name, job in jobs.items()}))
+    model = resolve_model_path("tiny")
+    command = [PYTHON, *launcher, HERE / "trl_train.py", model, folder / "jobs.json", folder / "results.json"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT.parent),
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Name of the job → what it reports."""
+    folder = tmp_path_factory.mktemp("trl")
+    train(folder, JOBS)
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("advantages", "trl_grpo"), ("grpo", "trl_grpo"), ("dapo", "trl_dapo")])
+def test_grpo_by_a_graph_trains_as_that_of_trl(trained, ours, theirs):
+    # Two iterations over each batch, two micro-batches per step: ratios, denominators and accumulation all count.
+    torch.testing.assert_close(trained[ours]["losses"], trained[theirs]["losses"], atol=2e-7, rtol=0)
+    torch.testing.assert_close(trained[ours]["weights"], trained[theirs]["weights"], atol=2e-6, rtol=1e-6)
+    assert trained[ours]["weights"] != trained["gigpo"]["weights"]
+
+
+@pytest.mark.parametrize("name", ["group", "gigpo", "turn_gae"])
+def test_advantages_equal_loops_over_what_trl_sampled(trained, name):
+    seen = trained[name]["seen"]
+    mask, rewards, group = seen["mask"], seen["turn_rewards"], seen["group"]
+    assert [0 in row for row in mask] == [True] * 8  # what the environment wrote is not trained on
+    states = slow.states_of(mask, seen["tokens"])
+    expected = {
+        "group": lambda: slow.grpo(mask, [sum(r) for r in rewards], group),
+        "gigpo": lambda: slow.gigpo(mask, rewards, group, states, omega=0.5),
+        "turn_gae": lambda: slow.turn_gae(mask, rewards, group, states),
+    }[name]()
+    actual = torch.tensor(seen["advantages"])
+    torch.testing.assert_close(actual, torch.tensor(expected)[:, : actual.shape[1]], atol=1e-6, rtol=1e-6)
+    assert actual.abs().max() > 0.1
+    # The table of completions shows the mean over a response's tokens.
+    means = actual.sum(1) / torch.tensor(mask).sum(1)
+    torch.testing.assert_close(torch.tensor(trained[name]["logged"][-8:]), means, atol=1e-6, rtol=1e-6)
+
+
+def test_the_loss_is_that_of_the_graph(trained):
+    assert trained["s_trace"]["weights"] != trained["grpo_std"]["weights"]
+    assert {"credit/trace_weight", "credit/high_entropy"} <= set(trained["s_trace"]["metrics"])
+    # Without decay a trace is the clipped ratio of the token alone.
+    torch.testing.assert_close(trained["no_trace"]["weights"], trained["grpo_std"]["weights"], atol=2e-6, rtol=1e-6)
+    assert {"credit/advantage/groups", "credit/ratio_mean"} <= set(trained["grpo_std"]["metrics"])
+
+
+def test_two_processes_credit_groups_of_both(tmp_path):
+    jobs = {"gigpo": JOBS["gigpo"], "s_trace": JOBS["s_trace"]}
+    train(tmp_path, jobs, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    both = [json.loads((tmp_path / f"results.json.{rank}").read_text()) for rank in (0, 1)]
+    for name in jobs:
+        assert both[0][name]["weights"] == both[1][name]["weights"]
+    seen = [result["gigpo"]["seen"] for result in both]
+    mask, rewards, group, tokens = (seen[0][key] for key in ("mask", "turn_rewards", "group", "tokens"))
+    assert (mask, rewards, group) == tuple(seen[1][key] for key in ("mask", "turn_rewards", "group"))
+    expected = torch.tensor(slow.gigpo(mask, rewards, group, slow.states_of(mask, tokens), omega=0.5))
+    actual = torch.tensor(seen[0]["advantages"] + seen[1]["advantages"])
+    torch.testing.assert_close(actual, expected[:, : actual.shape[1]], atol=1e-6, rtol=1e-6)

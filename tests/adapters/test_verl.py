@@ -1,0 +1,83 @@
+"""verl's own functions call credit graphs through its registries, in an environment of its own."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from creditgraph.pipeline import ROOT
+from tests.adapters import slow
+
+HERE = Path(__file__).parent
+PYTHON = ROOT.parent / ".venv-verl/bin/python"
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="no verl: tools/other_environment verl"),
+    pytest.mark.slow,
+]
+MASK = [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0, 0]]
+UID = ["a", "b", "a", "b"]
+REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at its last token
+
+
+@pytest.fixture(scope="module")
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(4, 7, generator=generator)
+    rewards = torch.zeros(4, 7)
+    for i, runs in enumerate(slow.turns(MASK)):
+        for (_, end), reward in zip(runs, REWARDS[i], strict=True):
+            rewards[i, end - 1] = reward
+    return {
+        "token_level_rewards": rewards.tolist(),
+        "response_mask": MASK,
+        "uid": UID,
+        "states": [["start", "left"], ["start", "x"], ["start", "left"], ["start", "x"]],
+        "old_log_prob": old.tolist(),
+        "log_prob": (old + 0.3 * torch.randn(4, 7, generator=generator)).tolist(),
+        "advantages": torch.randn(4, 7, generator=generator).tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(batch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verl")
+    (folder / "batch.json").write_text(json.dumps(batch))
+    given = {"PYTHONPATH": str(ROOT.parent), "VERL_USE_EXTERNAL_MODULES": "creditgraph.adapters.verl"}
+    command = [PYTHON, HERE / "verl_hooks.py", folder / "batch.json", folder / "out.json"]
+    done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_estimators_equal_loops(found, batch):
+    totals = [sum(r) for r in REWARDS]
+    unknown = [["start", f"{i}"] for i in range(4)]
+    expected = {
+        "creditgraph:grpo": slow.grpo(MASK, totals, UID),
+        "creditgraph:gigpo": slow.gigpo(MASK, REWARDS, UID, unknown, omega=1.0),
+        "mine": slow.gigpo(MASK, REWARDS, UID, batch["states"], omega=0.5),
+    }
+    for name, advantages in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(advantages), atol=1e-6, rtol=1e-6)
+    # verl's own divides by the unbiased standard deviation, of two rewards √2 of the other.
+    torch.testing.assert_close(
+        torch.tensor(found["grpo"]) * 2**0.5, torch.tensor(found["creditgraph:grpo"]), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_graph_that_cannot_run_here_says_so(found):
+    assert found["creditgraph:srpo"].startswith("ConfigError: graph 'srpo': it samples responses of its own")
+    assert "its loss needs entropies" in found["creditgraph:s_trace token-mean"]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_clipped_objective_equals_verls_own(found, mode):
+    loss, gradient, metrics = found[f"creditgraph:grpo {mode}"]
+    theirs = found[f"vanilla {mode}"]
+    assert loss == pytest.approx(theirs[0], abs=1e-6)
+    torch.testing.assert_close(torch.tensor(gradient), torch.tensor(theirs[1]), atol=1e-6, rtol=1e-6)
+    assert "actor/ratio_mean" in metrics
+    assert found[f"creditgraph:p_trace {mode}"][1] != gradient
