@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from creditgraph.pipeline.core.errors import extra
+from creditgraph.pipeline.run.compose.secrets import public
 
-if TYPE_CHECKING:
-    import httpx
-
+LARGEST = float(2**127)
+"""numbers of a server beyond it are none: rewards are float32"""
+_MOST_BYTES = 64 << 20  # of a reply
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)  # HTTP statuses of failures that may pass
 _MAX_WAIT = 30.0  # seconds
 
@@ -44,6 +49,87 @@ def check_url(url: str) -> None:
         raise ValueError(f"url: expected http://… or https://…, got '{url}'.")
 
 
+class Client:
+    """Sends JSON and reads JSON; each request has one deadline, from its connection to the last byte of its reply.
+
+    Replies are asked for uncompressed, and refused when they are compressed or longer than 64 MiB.
+
+    Args:
+        what: needs the connections, for the sentence about a missing package.
+        headers: sent with every request.
+        connections: at a time; None is any number.
+    """
+
+    def __init__(self, what: str, headers: Mapping[str, str], connections: int | None = None) -> None:
+        with extra("train", what):
+            import httpx
+
+        self._httpx = httpx
+        # httpx limits single reads; only a task that is cancelled ends a server that sends a byte now and then.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="http")
+        self._thread.start()
+        limits = httpx.Limits(max_connections=connections)
+        sent = {"Accept-Encoding": "identity", **headers}
+        self._client = httpx.AsyncClient(headers=sent, limits=limits, timeout=None)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def post(self, url: str, body: Any, *, seconds: float, retries: int = 0, wait: float = 0.5) -> tuple[Any, str]:
+        """(value of the reply, ""), or (None, reason) where there is none.
+
+        Args:
+            url: of the request.
+            body: of the request.
+            seconds: limit of one try.
+            retries: further tries after a temporary failure (no connection, time-out, HTTP 408, 425, 429, 5xx).
+            wait: seconds before the first further try; doubled each time, at most 30.
+        """
+        shown = public(url)  # without the password that it may have
+        reason = ""
+        for attempt in range(retries + 1):
+            if attempt:
+                time.sleep(wait)
+                wait = min(2 * wait, _MAX_WAIT)
+            task = asyncio.run_coroutine_threadsafe(self._once(url, body, seconds), self._loop)
+            try:
+                status, raw = task.result()
+            except TimeoutError:
+                reason = f"no response from {shown} in {seconds:g} s"
+                continue
+            except self._httpx.HTTPError as error:
+                reason = f"{shown}: {str(error) or type(error).__name__}"
+                continue
+            except ValueError as error:
+                return None, f"{shown}: {error}"
+            if status == 200:
+                try:
+                    return json.loads(raw), ""
+                except (ValueError, RecursionError):
+                    return None, f"{shown}: the response is not JSON that can be read: {raw[:60]!r}"
+            reason = f"{shown}: HTTP {status} {raw[:80].decode(errors='replace')}".strip()
+            if status not in _RETRIED:
+                break
+        return None, reason
+
+    async def _once(self, url: str, body: Any, seconds: float) -> tuple[int, bytes]:
+        async with asyncio.timeout(seconds), self._client.stream("POST", url, json=body) as response:
+            if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                raise ValueError(f"the response is compressed ({encoding}), though it was asked for as it is")
+            raw = bytearray()
+            async for chunk in response.aiter_raw():
+                raw += chunk
+                if len(raw) > _MOST_BYTES:
+                    raise ValueError(f"the response is longer than {_MOST_BYTES >> 20} MiB")
+            return response.status_code, bytes(raw)
+
+
 class Server:
     """Sends {"items": […]} and reads {"results": […]}, of the same number and order.
 
@@ -55,10 +141,7 @@ class Server:
     def __init__(self, url: str, settings: ServerSettings) -> None:
         self.url = url
         self.settings = settings
-        with extra("train", f"requests to {url}"):
-            import httpx
-
-        self._client = httpx.Client(limits=httpx.Limits(max_connections=settings.concurrency))
+        self._client = Client(f"requests to {public(url)}", settings.headers, settings.concurrency)
 
     def close(self) -> None:
         """Closes the connections."""
@@ -73,66 +156,19 @@ class Server:
 
     def _request(self, items: list[Any]) -> list[tuple[Any, str]]:
         s = self.settings
-        response = post(
-            self._client,
-            self.url,
-            {"items": items},
-            headers=s.headers,
-            seconds=s.seconds,
-            retries=s.retries,
-            wait=s.wait,
-        )
-        if isinstance(response, str):
-            return [(None, response)] * len(items)
-        try:
-            results = response.json()["results"]
-        except (ValueError, KeyError, TypeError):
-            return [(None, f"{self.url}: the response is not JSON with 'results'")] * len(items)
-        if not isinstance(results, list) or len(results) != len(items):
-            returned = len(results) if isinstance(results, list) else type(results).__name__
-            return [(None, f"{self.url}: {returned} results for {len(items)} items")] * len(items)
+        reply, reason = self._client.post(self.url, {"items": items}, seconds=s.seconds, retries=s.retries, wait=s.wait)
+        results = reply.get("results") if isinstance(reply, dict) else None
+        if not reason and not isinstance(results, list):
+            reason = f"{public(self.url)}: the response is not JSON with 'results'"
+        if reason or results is None:
+            return [(None, reason)] * len(items)
+        if len(results) != len(items):
+            return [(None, f"{public(self.url)}: {len(results)} results for {len(items)} items")] * len(items)
         return [(result, "") for result in results]
 
 
-def post(
-    client: httpx.Client,
-    url: str,
-    body: dict[str, Any],
-    *,
-    headers: dict[str, str],
-    seconds: float,
-    retries: int = 3,
-    wait: float = 0.5,
-) -> httpx.Response | str:
-    """The response with status 200 to a POST request of JSON, or the reason why there is none.
-
-    Args:
-        client: holds the connections.
-        url: of the request.
-        body: of the request.
-        headers: of the request.
-        seconds: limit of one try.
-        retries: further tries after a temporary failure (no connection, time-out, HTTP 408, 425, 429, 5xx).
-        wait: seconds before the first further try; doubled each time, at most 30.
-    """
-    import httpx
-
-    reason = ""
-    for attempt in range(retries + 1):
-        if attempt:
-            time.sleep(wait)
-            wait = min(2 * wait, _MAX_WAIT)
-        try:
-            response = client.post(url, json=body, headers=headers, timeout=seconds)
-        except httpx.TimeoutException:
-            reason = f"no response from {url} in {seconds:g} s"
-            continue
-        except httpx.HTTPError as error:
-            reason = f"{url}: {str(error) or type(error).__name__}"
-            continue
-        if response.status_code == 200:
-            return response
-        reason = f"{url}: HTTP {response.status_code} {response.text[:80]}".strip()
-        if response.status_code not in _RETRIED:
-            break
-    return reason
+def number(value: Any) -> float | None:
+    """A JSON value as a number that a float32 holds; None for any other value, true and "1" among them."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        return None
+    return float(value)

@@ -1,7 +1,9 @@
 """Fixtures shared by all tests: the device under test and the slow reference versions."""
 
 import importlib.util
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tools")]
 from scripted import tiny, toolbox  # noqa: E402, F401 - fixtures, found on the path above
 
 torch.set_num_threads(1)
+# The list of runs that were made here is the tests' own.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="creditgraph-state-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

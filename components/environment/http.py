@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from creditgraph.components.environment.base import EnvironmentComponent
-from creditgraph.components.http import check_url, post
+from creditgraph.components.http import Client, check_url
 from creditgraph.pipeline.core.component import Context
-from creditgraph.pipeline.core.errors import extra
-
-if TYPE_CHECKING:
-    import httpx
 
 _LONGEST = 3600.0  # seconds of a request
 
@@ -19,7 +15,7 @@ _LONGEST = 3600.0  # seconds of a request
 class RemoteEpisode:
     """One episode; see `Remote`."""
 
-    def __init__(self, client: httpx.Client, url: str) -> None:
+    def __init__(self, client: Client, url: str) -> None:
         self._client = client
         self._url = url
         self._id: Any = None
@@ -43,10 +39,9 @@ class RemoteEpisode:
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         # Longer than any sampler waits; a request that it has given up ends with it.
-        response = post(self._client, f"{self._url}/{path}", body, headers={}, seconds=_LONGEST, retries=0)
-        if isinstance(response, str):
-            raise RuntimeError(response)
-        reply = response.json()
+        reply, reason = self._client.post(f"{self._url}/{path}", body, seconds=_LONGEST)
+        if reason:
+            raise RuntimeError(reason)
         if not isinstance(reply, dict):
             raise TypeError(f"{self._url}/{path}: the reply is no JSON object")
         self.state = reply.get("state")
@@ -78,10 +73,7 @@ class Remote(EnvironmentComponent):
     def setup(self, context: Context) -> None:
         """Makes the client; nothing is sent yet."""
         super().setup(context)
-        with extra("train", "environment.http"):
-            import httpx
-
-        self._client = httpx.Client(headers=self.config.headers, limits=httpx.Limits(max_connections=None))
+        self._client = Client("environment.http", self.config.headers)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from creditgraph.components.http import Server, ServerSettings, check_url
+from creditgraph.components.http import Server, ServerSettings, check_url, number
 from creditgraph.components.models.load import load_token_classifier, load_tokenizer
 from creditgraph.components.rollouts.segments import check_segments
 from creditgraph.components.text.stops import token_texts
@@ -181,10 +181,6 @@ class ProcessReward(Component):
 
 def _read(result: Any, count: int) -> Scores:
     scores = result.get("scores") if isinstance(result, dict) else None
-    if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
+    if not isinstance(scores, list) or len(scores) != count or None in map(number, scores):
         return f"the judge's result has no {count} finite numbers as scores: {str(result)[:60]}"
     return [float(s) for s in scores]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

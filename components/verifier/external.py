@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from creditgraph.components.http import Server, ServerSettings, check_url
+from creditgraph.components.http import Server, ServerSettings, check_url, number
 from creditgraph.components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.metric import Metric
@@ -65,15 +64,11 @@ class External(VerifierComponent):
 
 
 def _verdict(result: Any) -> Verdict:
-    value = result.get("value") if isinstance(result, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return undecided(f"the server's result has no number as value: {str(result)[:60]}")
-    value = float(value)
-    if not math.isfinite(value):
-        return undecided(f"the server's value is {value}")
-    return Verdict(
-        value=value,
-        correct=bool(result.get("correct", value >= 1.0)),
-        valid=bool(result.get("valid", True)),
-        detail=str(result.get("detail") or "")[:500],
-    )
+    result = result if isinstance(result, dict) else {}
+    value = number(result.get("value"))
+    if value is None:
+        return undecided(f"the server's result has no finite number as value: {str(result)[:60]}")
+    correct, valid = result.get("correct", value >= 1.0), result.get("valid", True)
+    if not isinstance(correct, bool) or not isinstance(valid, bool):
+        return undecided(f"the server's 'correct' and 'valid' are not true or false: {str(result)[:60]}")
+    return Verdict(value=value, correct=correct, valid=valid, detail=str(result.get("detail") or "")[:500])

@@ -23,6 +23,13 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     add_config_dir(parser, "graph/, recipe/ …")
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """--trust, which `creditgraph.pipeline.run.trust` reads."""
+    parser.add_argument(
+        "--trust", action="store_true", help="load code that the run's config.yaml names, though the run is not yours"
+    )
+
+
 def add_config_dir(parser: argparse.ArgumentParser, groups: str) -> None:
     """Folders with configuration files of the user's own."""
     parser.add_argument(

@@ -36,6 +36,7 @@ from creditgraph.pipeline.app.commands import (
 )
 from creditgraph.pipeline.app.completion import complete
 from creditgraph.pipeline.core.errors import CreditgraphError, any_extra, did_you_mean, raised_text
+from creditgraph.pipeline.run.trust import TRUST
 
 
 class Command(Protocol):
@@ -153,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())] + [os.getcwd()]
     try:
         with _quiet_torch(), any_extra():
+            TRUST.set(getattr(options, "trust", False))
             return command.main(options)
     except CreditgraphError as error:
         if os.environ.get("CREDITGRAPH_TRACEBACK"):

@@ -106,7 +106,7 @@ BUILTIN: dict[str, str] = {
 }
 
 # "package.module:Class" or "path/to/file.py:Class"; a registered name has no colon.
-_EXTERNAL = re.compile(r"^([A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*$")
+EXTERNAL = re.compile(r"^([A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*$")
 _OLD = re.compile(r"^(pipeline|components)\.[\w.]+:")  # names from before everything was imported from creditgraph
 
 
@@ -126,7 +126,7 @@ def target_of(use: str) -> str:
         return known_components()[use]
     if _OLD.match(use) and ROOT.joinpath(*use.partition(":")[0].split(".")).with_suffix(".py").is_file():
         raise ConfigError(f"component '{use}' is now 'creditgraph.{use}'; write that.")
-    if _EXTERNAL.match(use):
+    if EXTERNAL.match(use):
         return use
     raise ConfigError(
         f"unknown component '{use}'; expected a registered name, "

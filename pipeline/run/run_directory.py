@@ -28,6 +28,7 @@ from typing import Any, Self
 import yaml
 
 from creditgraph.pipeline.core.errors import CreditgraphError, RunError, did_you_mean
+from creditgraph.pipeline.run.trust import remember
 
 logger = logging.getLogger("creditgraph")
 
@@ -225,6 +226,7 @@ class RunDirectory:
             run._lock = take_lock(run.path / "lock", "choose another run.name")
             run._compare(config, places, allow_changes)
             write_aside(run.config_path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+            remember(run.path)
         except BaseException:
             run.close()
             raise

@@ -1,16 +1,19 @@
 """tools/attack: its command, a part of every suite, and malformed data files."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attack_suites import damage, data, kill, sandbox, settings, toy_runs
+from attack_suites import damage, data, directory, kill, sandbox, settings, toy_runs
+
+from creditgraph.pipeline.app.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("damage", "data", "kill", "sandbox", "settings")
+SUITES = ("damage", "data", "directory", "kill", "sandbox", "settings")
 SOME = damage.cases()[3::13]
 
 
@@ -43,6 +46,37 @@ def test_damage(folder, case):
 def test_data(data_folder, case):
     held, detail = data.run(case)
     assert held, detail
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    directory.use(tmp_path_factory.mktemp("directories"))
+
+
+@pytest.mark.parametrize("case", directory.cases(), ids=str)
+def test_code_that_a_directory_names_is_not_run(directories, case):
+    held, detail = directory.run(case)
+    assert held, detail
+
+
+def test_code_of_a_run_that_was_made_here_or_is_trusted_is_loaded(directories, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\nPath('LOADED').touch()\ndef reward(response, answer): return 1.0\n"
+    )
+    own = ["verifier.use=verifier.function", "verifier.function=mine.py:reward", "run.root=runs", "run.name=own"]
+    assert main(["train", "recipe=toy_grpo", *directory.SMALL, *own]) == 0
+    replay = ["replay", "--iteration", "0", "--node", "advantage"]
+    (tmp_path / "LOADED").unlink()
+    assert main([*replay, "runs/own"]) == 0  # made here
+    assert (tmp_path / "LOADED").exists()
+    shutil.copytree("runs/own", "runs/copy")
+    (tmp_path / "LOADED").unlink()
+    assert main([*replay, "runs/copy"]) == 2
+    assert "names code outside of creditgraph (verifier.function: mine.py:reward)" in capsys.readouterr().err
+    assert not (tmp_path / "LOADED").exists()
+    assert main([*replay, "runs/copy", "--trust"]) == 0
+    assert (tmp_path / "LOADED").exists()
 
 
 def test_the_suite_of_data_notices_lost_rows_and_wrong_reasons(data_folder):

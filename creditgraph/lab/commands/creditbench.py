@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from creditgraph.pipeline.app.arguments import add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Compare the credit of methods with true values, per thought or turn."
@@ -19,6 +20,7 @@ SUMMARY = "Compare the credit of methods with true values, per thought or turn."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = (
         "examples:\n"
         "  creditgraph creditbench                                   # every method, three seeds, the untrained model\n"

@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_config_dir
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_config_dir, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Whether resets to the first error will pay for a policy, measured on samples before training."
@@ -17,6 +17,7 @@ SUMMARY = "Whether resets to the first error will pay for a policy, measured on 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = (
         "examples:\n"
         "  creditgraph resets recipe=toy_srpo                        # the recipe's model and problems\n"

@@ -6,6 +6,7 @@ has no answer yet.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,18 +16,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from creditgraph.components.http import post
+from creditgraph.components.http import Client
 from creditgraph.components.localizer.self_localizer import parse_step
 from creditgraph.components.text.templates import localize_request
 from creditgraph.lab.localization.labels import Labels
 from creditgraph.lab.localization.records import Failure
 from creditgraph.pipeline.core.errors import ConfigError, RunError, extra
 from creditgraph.pipeline.run.metrics import read_lines
-
-if TYPE_CHECKING:
-    import httpx
 
 KEY = "OPENAI_API_KEY"  # environment variable
 GIVE_UP = 16  # failed requests in a row
@@ -138,16 +135,14 @@ def _ask(
     settings: JudgeSettings, missing: dict[str, Failure], cache: Path, progress: Callable[[str], None]
 ) -> tuple[dict[str, str], Counter[str]]:
     """New answers by key, each written as it comes, and why requests failed."""
-    import httpx
-
     answers: dict[str, str] = {}
     reasons: Counter[str] = Counter()
     headers = {"Authorization": f"Bearer {os.environ[KEY].strip()}"} if os.environ.get(KEY) else {}
     (first, failure), *others = missing.items()
     pool = ThreadPoolExecutor(settings.concurrency)
-    with httpx.Client() as client:
+    with contextlib.closing(Client("--judge", headers)) as client:
         # The first one alone, so that a wrong address or model costs one request.
-        answer, reason = _answer(client, settings, failure, headers)
+        answer, reason = _answer(client, settings, failure)
         if answer is None:
             raise RunError(
                 f"--judge: the first of {len(missing)} requests failed ({reason}). Expected a server with POST "
@@ -155,7 +150,7 @@ def _ask(
             )
         answers[first] = answer
         _append(cache, {"key": first, "uid": str(failure.uid), "model": settings.model, "answer": answer})
-        asked = {pool.submit(_answer, client, settings, f, headers): (key, f) for key, f in others}
+        asked = {pool.submit(_answer, client, settings, f): (key, f) for key, f in others}
         in_a_row = 0
         try:
             for done, future in enumerate(as_completed(asked), 2):
@@ -180,9 +175,7 @@ def _ask(
     return answers, reasons
 
 
-def _answer(
-    client: httpx.Client, settings: JudgeSettings, failure: Failure, headers: dict[str, str]
-) -> tuple[str | None, str]:
+def _answer(client: Client, settings: JudgeSettings, failure: Failure) -> tuple[str | None, str]:
     """The text of one answer, or None and why there is none."""
     url = f"{settings.url.rstrip('/')}/chat/completions"
     body = {
@@ -191,14 +184,12 @@ def _answer(
         "temperature": 0,
         "max_tokens": settings.max_tokens,
     }
-    response = post(
-        client, url, body, headers=headers, seconds=settings.seconds, retries=settings.retries, wait=settings.wait
-    )
-    if isinstance(response, str):
-        return None, response
+    reply, reason = client.post(url, body, seconds=settings.seconds, retries=settings.retries, wait=settings.wait)
+    if reason:
+        return None, reason
     try:
-        text = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, TypeError, IndexError):
+        text = reply["choices"][0]["message"]["content"]
+    except (KeyError, TypeError, IndexError):
         return None, f"{url}: the response is no chat completion"
     # Reasoning models that spend their budget before they answer return null.
     return ("", "") if text is None else (str(text), "")

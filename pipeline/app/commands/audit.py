@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from creditgraph.pipeline.app.arguments import add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ SUMMARY = "Check credit of any trainer: an advantage or loss function, a compone
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = (
         "examples:\n"
         "  creditgraph audit my_trainer.core:compute_advantage\n"

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import add_config_dir
+from creditgraph.pipeline.app.arguments import add_config_dir, add_trust
 from creditgraph.pipeline.app.text import visible
 from creditgraph.pipeline.core.errors import ConfigError
 
@@ -15,6 +15,7 @@ SUMMARY = "Compare the credit of several recipes for the recorded rollouts of a 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = "example:\n  creditgraph credit recipe=toy_grpo,toy_rredcot,toy_s_trace runs/toy_grpo-s0"
     parser.add_argument(
         "arguments",

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from creditgraph.pipeline.app.arguments import add_overrides
+from creditgraph.pipeline.app.arguments import add_overrides, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.run.run_directory import write_json
 
@@ -21,6 +21,7 @@ SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a ru
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = (
         "examples:\n"
         "  creditgraph eval run=runs/toy_srpo-s0 suite=toy\n"

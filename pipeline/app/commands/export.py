@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from creditgraph.pipeline.app.arguments import add_trust
 from creditgraph.pipeline.core.errors import RunError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ SUMMARY = "Write the weights of a run as a Hugging Face model folder."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = (
         "examples:\n"
         "  creditgraph export runs/toy_srpo-s0 --output exported\n"
@@ -41,6 +43,7 @@ def main(options: argparse.Namespace) -> int:
     import yaml
 
     from creditgraph.pipeline.core.component import ModelSpec
+    from creditgraph.pipeline.run.trust import check_trusted
 
     output: Path = options.output
     if output.exists():
@@ -48,7 +51,9 @@ def main(options: argparse.Namespace) -> int:
     config = options.run / "config.yaml"
     if not config.is_file():
         raise RunError(f"{config} is missing; expected the directory of a run.")
-    model = ModelSpec(**(yaml.safe_load(config.read_text()).get("model") or {}))
+    section = yaml.safe_load(config.read_text()).get("model") or {}
+    check_trusted(options.run, {"model": section})
+    model = ModelSpec(**section)
     weights = newest_weights(options.run, options.iteration)
     aside = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from creditgraph.pipeline.app.arguments import add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.registry import known_components
 
@@ -15,6 +16,7 @@ SUMMARY = "Run one node of a finished run again and show what changed, or one co
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = (
         "examples:\n"
         "  creditgraph replay runs/toy_srpo-s0 --iteration 12 --node advantage -o normalize=mean\n"

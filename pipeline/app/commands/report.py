@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from creditgraph.pipeline.app.arguments import add_trust
 from creditgraph.pipeline.app.text import visible
 from creditgraph.pipeline.core.errors import RunError
 
@@ -13,6 +14,7 @@ SUMMARY = "Write one self-contained HTML page of runs: curves, graph, rollouts w
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
+    add_trust(parser)
     parser.epilog = "example:\n  creditgraph report runs/toy_srpo-s0 runs/toy_srpo-s1 -o srpo.html"
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run directories; those that differ by their seed alone share a line"

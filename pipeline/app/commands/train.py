@@ -160,7 +160,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
         team.barrier()  # rank 0 has the run directory open
         return follow(experiment, team)
     with RunDirectory.open(
-        experiment.run_path, experiment.resolved, places=experiment.places, allow_changes=settings.allow_changes
+        experiment.run_path, experiment.public, places=experiment.places, allow_changes=settings.allow_changes
     ) as run:
         for name, text in (("graph.svg", draw.svg(experiment.graph)), ("graph.mmd", draw.mermaid(experiment.graph))):
             write_aside(run.path / name, text)
@@ -207,7 +207,7 @@ def _run(experiment: Experiment, team: Team, run: RunDirectory) -> tuple[Outcome
     from creditgraph.pipeline.run.executor import Executor
 
     settings = experiment.run
-    sinks = make_sinks(settings, run.path, experiment.resolved, experiment.graph)
+    sinks = make_sinks(settings, run.path, experiment.public, experiment.graph)
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
     with Executor(experiment.graph, settings, run=run, sinks=sinks, **parts) as executor:
         executor.setup()

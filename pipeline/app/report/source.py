@@ -62,7 +62,13 @@ class RunSource:
         if not self.config:
             return None
         from creditgraph.pipeline.run.compose.experiment import build_experiment
+        from creditgraph.pipeline.run.trust import check_trusted
 
+        try:
+            check_trusted(self.path, self.config)
+        except RunError as error:
+            self.note(f"{error} Until then the graph, and explanations that need it, are left out")
+            return None
         try:
             return build_experiment(self.config, str(self.path / "config.yaml")).graph
         except (CreditgraphError, ImportError, TypeError, KeyError, AttributeError) as error:

@@ -35,6 +35,7 @@ from creditgraph.pipeline.run.compose.checks import (
 )
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
 from creditgraph.pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
+from creditgraph.pipeline.run.compose.secrets import public, remember_sources
 
 if TYPE_CHECKING:
     from creditgraph.pipeline.core.component import ModelSpec
@@ -56,6 +57,12 @@ class Experiment:
     data: dict[str, dict[str, Any]]
     graph: Graph
     resolved: dict[str, Any] = field(repr=False)
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """The configuration as it may be written down, see `creditgraph.pipeline.run.compose.secrets`."""
+        settings: dict[str, Any] = public(self.resolved)
+        return settings
 
     @property
     def run_path(self) -> Path:
@@ -100,7 +107,9 @@ def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any
         with warnings.catch_warnings(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             warnings.simplefilter("ignore")
             composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
-        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+        values: dict[str, Any] = remember_sources(
+            OmegaConf.to_container(composed, resolve=True), OmegaConf.to_container(composed, resolve=False)
+        )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         place = f"configuration {' '.join(o.text for o in parsed)}"
         raise ConfigError(f"{place}: {composing_error(error)}") from error

@@ -13,6 +13,7 @@ import yaml
 
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, list_groups
+from creditgraph.pipeline.run.compose.secrets import MASK, public
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
 _KEY = re.compile(r"[\w$-]+([/.@:][\w$-]+)*")
@@ -138,7 +139,8 @@ def run_name(parsed: Sequence[Override], seed: Any) -> str:
         key = item.key.rpartition(".")[2]
         if item.key in (base, "recipe"):
             continue
-        value = item.value if " " in item.value else item.value.rstrip("/").rpartition("/")[2]
+        value = MASK if key == "headers" else str(public({key: item.value})[key])
+        value = value if " " in value else value.rstrip("/").rpartition("/")[2]
         if key in ("path", "function"):
             value = _SUFFIX.sub("", value.rpartition(":")[2])
         cut = cut or len(value) > _VALUE_LENGTH

@@ -1,12 +1,19 @@
 """A verifier over HTTP: a real server that answers, fails, hangs and talks nonsense."""
 
+import contextlib
+import gzip
 import json
+import re
+import socket
+import threading
 import time
 
 import pytest
 from http_server import serving
 
+from creditgraph.components.verifier.base import Item
 from creditgraph.components.verifier.external import External
+from creditgraph.pipeline.core.component import Context
 
 
 def judge(how, path, body):
@@ -71,7 +78,7 @@ def test_failures_that_stay_are_reported_and_requested_again_the_next_time(toolb
     [
         ("refuse", "HTTP 400 busy"),
         ("short", "0 results for 1 items"),
-        ("nonsense", "the response is not JSON with 'results'"),
+        ("nonsense", "the response is not JSON that can be read: b'<html>'"),
     ],
 )
 def test_replies_that_cannot_be_used(toolbox, server, how, detail):
@@ -104,3 +111,78 @@ def test_a_server_that_hangs_or_is_not_there(toolbox, server):
 def test_a_url_is_required():
     with pytest.raises(ValueError, match=r"url: expected http.*got 'verify'"):
         External.Config(url="verify")
+
+
+def raw_server(send):
+    """A server that reads a request and lets `send(connection)` answer; the URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection):
+        with connection, contextlib.suppress(OSError):
+            asked = b""
+            while not asked.endswith(b"]}"):
+                asked += connection.recv(1 << 20)
+            send(connection)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listening, f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+def body(raw, further=b""):
+    return lambda connection: connection.sendall(HEAD + further + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+
+
+def drip(begin):
+    """A byte now and then, for ever: each read is in time, the whole never is."""
+
+    def send(connection):
+        connection.sendall(begin)
+        for _ in range(200):
+            time.sleep(0.1)
+            connection.sendall(b" ")
+
+    return send
+
+
+def results(value):
+    return body(b'{"results": [%s]}' % value)
+
+
+HOSTILE = {
+    "a byte of the body now and then": (drip(HEAD + b"Content-Length: 1000\r\n\r\n"), "no response from .* in 1 s"),
+    "a byte of a header now and then": (drip(b"HTTP/1.1 200 OK\r\nX: "), "no response from .* in 1 s"),
+    "a number of 400 digits": (results(b'{"value": ' + b"9" * 400 + b"}"), "no finite number"),
+    "a number of 5,000 digits": (results(b'{"value": ' + b"9" * 5000 + b"}"), "not JSON that can be read"),
+    "200,000 brackets": (body(b"[" * 200_000), "not JSON that can be read"),
+    "1e300": (results(b'{"value": 1e300}'), "no finite number"),
+    "NaN": (results(b'{"value": NaN}'), "no finite number"),
+    "a text as correct": (results(b'{"value": 1, "correct": "false"}'), "'correct' and 'valid' are not true or false"),
+    "null as valid": (results(b'{"value": 1, "valid": null}'), "'correct' and 'valid' are not true or false"),
+    "a gzip bomb": (body(gzip.compress(bytes(1 << 26)), b"Content-Encoding: gzip\r\n"), "is compressed .gzip."),
+    "65 MiB": (body(b" " * (65 << 20)), "longer than 64 MiB"),
+    "a list": (body(b"[1]"), "not JSON with 'results'"),
+}
+
+
+@pytest.mark.parametrize(("send", "reason"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_server_makes_an_item_invalid_and_ends_nothing(send, reason):
+    listening, url = raw_server(send)
+    component = External(External.Config(url=url, seconds=1.0, retries=0))
+    component.setup(Context(node="verifier"))
+    begin = time.monotonic()
+    with listening, contextlib.closing(component):
+        (verdict,) = component.verdicts([Item(text="1", answer="1", metadata={})])
+    assert time.monotonic() - begin < 8
+    assert (verdict.valid, verdict.correct, verdict.value) == (False, False, 0.0)
+    assert re.search(reason, verdict.detail), verdict.detail

@@ -93,7 +93,7 @@ def test_failed_requests_are_counted_and_sent_again_by_the_next_call(server, ask
     labels = ask(failures)
     assert labels.step == {1: 2, 5: 2}
     assert labels.unlabelled == {"request failed": 3}
-    for reason in ("HTTP 503 busy", "in 0.5 s", "the response is no chat completion"):
+    for reason in ("HTTP 503 busy", "in 0.5 s", "the response is not JSON that can be read"):
         assert (
             sum(note.startswith("requests to the judge that failed: 1 (") and reason in note for note in labels.notes)
             == 1
