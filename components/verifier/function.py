@@ -29,7 +29,8 @@ class Function(VerifierComponent):
 
     metrics = (
         Metric("raised", "items", "calls that raised since the run began"),
-        Metric("timed_out", "items", "calls that took too long or ended their process since the run began"),
+        Metric("timed_out", "items", "calls that took too long since the run began"),
+        Metric("crashed", "items", "calls that ended their process since the run began"),
         Metric("unusable", "items", "calls that returned no finite number in the range since the run began"),
     )
 
@@ -74,6 +75,7 @@ class Function(VerifierComponent):
         self.pool = WorkerPool(command, workers, config.seconds, show_errors=True)
         self.raised = 0
         self.timed_out = 0
+        self.crashed = 0
         self.unusable = 0
         self._works = False
         if not config.function:
@@ -84,7 +86,7 @@ class Function(VerifierComponent):
 
     def run(self) -> Outputs:
         """Returns the verifier and logs the counts of failed calls so far."""
-        self.context.log(raised=self.raised, timed_out=self.timed_out, unusable=self.unusable)
+        self.context.log(raised=self.raised, timed_out=self.timed_out, crashed=self.crashed, unusable=self.unusable)
         return super().run()
 
     def close(self) -> None:
@@ -121,7 +123,8 @@ class Function(VerifierComponent):
 
     def _verdict(self, reply: dict[str, Any]) -> Verdict:
         if "error" in reply:
-            self.timed_out += 1
+            self.timed_out += reply["timed_out"]
+            self.crashed += not reply["timed_out"]
             return undecided(reply["error"])
         if "raised" in reply:
             self.raised += 1

@@ -1,7 +1,7 @@
 """A plain reward function: finding it by name, and a worker process that calls it with JSON lines.
 
-Request: {"prompt", "response", "answer", "metadata"}. Reply: {"value": number}, {"returned": text} for what is no
-number, or {"raised": text}. The first line out is {"ready": true}.
+Request: {"number", "prompt", "response", "answer", "metadata"}. Reply: the number, and {"value": number}, {"returned":
+text} for what is no number, or {"raised": text}. The first line out is {"ready": true}.
 """
 
 from __future__ import annotations
@@ -82,13 +82,17 @@ def main() -> None:
     function, arguments = load_function(sys.argv[1])
     seconds = float(sys.argv[2])
     _send(replies, {"ready": True})
+    own = os.getpid()
     for line in requests:
         request = json.loads(line)
-        _seed(line)
+        number = request.pop("number")
+        _seed(json.dumps(request))
         signal.setitimer(signal.ITIMER_REAL, seconds + _ORPHAN_SECONDS)
         reply = _call(function, {name: request[name] for name in arguments})
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(replies, reply)
+        if os.getpid() != own:  # a copy that the function has made of this process, and that returned too
+            os._exit(0)
+        _send(replies, {"number": number, **reply})
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -96,10 +100,12 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, 
         value = function(**arguments)
         if hasattr(value, "item") and not isinstance(value, str):
             value = value.item()  # a number of numpy or torch
-    except (Exception, SystemExit) as error:
+        if isinstance(value, numbers.Real):
+            return {"value": float(value)}
+    except OverflowError:
+        return {"returned": "a number beyond the largest float"}
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         return {"raised": raised_text(error)}
-    if isinstance(value, numbers.Real):
-        return {"value": float(value)}
     return {"returned": _shown(value)}
 
 
@@ -111,7 +117,10 @@ def _seed(line: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    return "None" if value is None else f"{repr(value)[:60]} ({type(value).__name__})"
+    try:
+        return "None" if value is None else f"{repr(value)[:60]} ({type(value).__name__})"
+    except Exception:  # of the function's own class
+        return f"a {type(value).__name__}"
 
 
 def _send(fd: int, reply: dict[str, Any]) -> None:

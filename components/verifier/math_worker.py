@@ -1,8 +1,8 @@
 """One worker of `verifier.math`: reads and writes JSON lines. Of this project it imports only the comparison.
 
-Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text_only": bool} or {"error": reason}. The first
-line out is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's
-math.py would hide the standard library's.
+Request: {"number", "gold": text, "answer": text}. Reply: the number, and {"correct": bool, "text_only": bool} or
+{"error": reason}. The first line out is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS
+CPU_SECONDS``: without -P this folder's math.py would hide the standard library's.
 
 The first process imports math-verify once and then only watches a copy of itself (a fork) that responds. Two kernel
 timers, of wall-clock and of processor time, end the copy where Python code cannot be interrupted. The next copy costs
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import mmap
 import os
 import resource
 import signal
@@ -51,10 +52,11 @@ def main() -> None:
             compare(gold, f"{gold}+1")
     gc.freeze()
     _send(replies, {"ready": True})
+    at_work = mmap.mmap(-1, 8)  # number of the request that the copy works at; 0 between requests
     while True:
         child = os.fork()
         if child == 0:
-            _serve(replies, seconds, cpu_seconds)
+            _serve(replies, seconds, cpu_seconds, at_work)
         status = os.waitpid(child, 0)[1]
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             return
@@ -63,10 +65,12 @@ def main() -> None:
             int(signal.SIGPROF): f"took more than {cpu_seconds:g} s of computing",
         }
         ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        _send(replies, {"error": reasons.get(ended, f"the worker ended with status {status}")})
+        if number := int.from_bytes(at_work[:], "little"):
+            _send(replies, {"number": number, "error": reasons.get(ended, f"the worker ended with status {status}")})
+        at_work[:] = bytes(8)
 
 
-def _serve(replies: int, seconds: float, cpu_seconds: float) -> None:
+def _serve(replies: int, seconds: float, cpu_seconds: float, at_work: mmap.mmap) -> None:
     """The copy's loop. Its timers are off before a reply leaves, so every request has exactly one reply."""
     from creditgraph.components.verifier.math_equal import compare
 
@@ -75,10 +79,11 @@ def _serve(replies: int, seconds: float, cpu_seconds: float) -> None:
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive a parent that was killed
     for line in sys.stdin:
+        request = json.loads(line)
+        at_work[:] = request["number"].to_bytes(8, "little")
         signal.setitimer(signal.ITIMER_REAL, seconds)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
-            request = json.loads(line)
             correct, text_only = compare(request["gold"], request["answer"])
             reply: dict[str, object] = {"correct": correct, "text_only": text_only}
         except MemoryError:
@@ -87,7 +92,8 @@ def _serve(replies: int, seconds: float, cpu_seconds: float) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"[:300]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(replies, reply)
+        at_work[:] = bytes(8)
+        _send(replies, {"number": request["number"], **reply})
     os._exit(0)
 
 

@@ -2,12 +2,14 @@
 
 import os
 import random
+import sys
 import time
 
 import pytest
 
 from creditgraph.components.verifier.function import Function
 from creditgraph.components.verifier.function_worker import load_function
+from creditgraph.components.verifier.worker_pool import WorkerPool
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.settings import build_config
@@ -47,6 +49,31 @@ def by_command(response, answer):
             time.sleep(.01)
     return {"none": None, "text": "0.5", "nan": float("nan"), "inf": float("inf"), "low": -0.5, "high": 1.5,
             "list": [1.0]}.get(response, 1)
+
+def hostile(response):
+    """Its number, after what the response says was done."""
+    what, _, value = response.partition(" ")
+    if what == "fork":
+        os.fork()
+    if what == "lines":
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b'{"value": 0.875}\\n{"number": 1, "value": 0.875}\\nnonsense\\n')
+            except OSError:
+                pass
+    if what in ("daemon", "late") and os.fork() == 0:
+        os.setsid()
+        open(os.environ["DAEMONS"], "a").write(f"{os.getpid()} ")
+        time.sleep(60)
+    if what == "late":
+        time.sleep(60)
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "large":
+        return 10 ** 400
+    if what == "class":
+        return type("Odd", (), {"__repr__": lambda self: 1 / 0})()
+    return float(value)
 
 def hashes(response):
     return hash(response) % 1000 / 1000
@@ -143,7 +170,7 @@ def test_a_call_that_fails_is_invalid_counted_and_alone_in_that(verify):
     assert rewards.valid.tolist() == [True, *[False] * len(FAILURES), True]
     assert rewards.value.tolist() == [1.0, *[0.0] * len(FAILURES), 1.0]
     node.run()
-    assert node.context.metrics == {"raised": 2, "timed_out": 1, "unusable": 7}
+    assert node.context.metrics == {"raised": 2, "timed_out": 0, "crashed": 1, "unusable": 7}
 
 
 def test_a_call_that_hangs_ends_after_its_limit(verify):
@@ -250,3 +277,56 @@ def test_a_function_of_a_module_finds_modules_of_the_run_in_its_workers(tmp_path
     node.close()
     assert rewards.value.tolist() == [1.0, 0.0]
     assert os.getcwd() == str(tmp_path)
+
+
+def test_replies_belong_to_their_requests_whatever_a_call_leaves_behind(verify, tmp_path, monkeypatch):
+    monkeypatch.setenv("DAEMONS", str(tmp_path / "daemons"))
+    texts = ["- .5", *(f"{what} .{i}" for i in range(1, 9) for what in ("fork", "lines", "daemon", "-"))]
+    rewards, node = verify("hostile", texts, seconds=5)
+    assert rewards.value.tolist() == pytest.approx([float(text.split()[1]) for text in texts])
+    assert rewards.valid.all()
+    begin = time.monotonic()
+    rewards, _ = verify("hostile", ["late .1", "- .25"], node=node)
+    assert time.monotonic() - begin < 12
+    assert rewards.detail == ["timed out after 5 s", "reward 0.25"]
+    node.close()
+    pids = [int(pid) for pid in (tmp_path / "daemons").read_text().split()]
+    assert len(pids) == 9
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}/environ") and alive(pid)] == []
+
+
+def alive(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_odd_results_cost_their_row_and_no_worker(verify):
+    rewards, node = verify("hostile", ["- .5", "interrupt .1", "large .1", "class .1", "- .25"])
+    assert rewards.valid.tolist() == [True, False, False, False, True]
+    assert rewards.detail[1].startswith("raised KeyboardInterrupt")
+    assert rewards.detail[2] == "returned a number beyond the largest float, expected a finite number"
+    assert rewards.detail[3] == "returned a Odd, expected a finite number"
+    assert node.pool.restarts == 0
+
+
+DIES_ONCE = """
+import json, os, sys
+if not os.path.exists({tried!r}):
+    open({tried!r}, "w").close()
+    os._exit(9)
+print(json.dumps(dict(ready=True)), flush=True)
+for line in sys.stdin:
+    print(json.dumps(dict(number=json.loads(line)["number"], value=7)), flush=True)
+"""
+
+
+def test_a_worker_that_dies_while_it_starts_is_started_once_more(tmp_path):
+    script = tmp_path / "worker.py"
+    tried = tmp_path / "tried"
+    script.write_text(DIES_ONCE.format(tried=str(tried)))
+    pool = WorkerPool([sys.executable, str(script)], 1, 5.0)
+    assert pool.run([{}, {}]) == [{"value": 7}] * 2
+    pool.close()
+    always = WorkerPool([sys.executable, "-c", "import os; os._exit(3)"], 1, 5.0)
+    with pytest.raises(RunError, match=r"did not start .the worker ended with exit code 3"):
+        always.run([{}])
