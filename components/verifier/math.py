@@ -18,7 +18,7 @@ from creditgraph.components.verifier.base import (
     undecided,
     wrong,
 )
-from creditgraph.components.verifier.math_text import free_answer
+from creditgraph.components.verifier.math_text import free_answer, quantity
 from creditgraph.components.verifier.worker_pool import WorkerPool
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.metric import Metric
@@ -99,7 +99,7 @@ class Math(VerifierComponent):
             zip(needed, self.pool.run([{"gold": gold, "answer": answer} for gold, answer in needed]), strict=True)
         )
         return [
-            self._verdict(replies[pair]) if verdict is None else verdict
+            self._verdict(replies[pair], pair[0]) if verdict is None else verdict
             for pair, verdict in zip(pairs, quick, strict=True)
         ]
 
@@ -107,10 +107,12 @@ class Math(VerifierComponent):
         answer = item.extracted()
         return free_answer(item.text) if answer is None and self.config.free_form else answer
 
-    def _verdict(self, reply: dict[str, Any]) -> Verdict:
+    def _verdict(self, reply: dict[str, Any], gold: str) -> Verdict:
         if "error" in reply:
+            unjudged = reply["error"].startswith(("timed out", "took more", "RecursionError", "MemoryError"))
             self.killed += reply["error"].startswith(("timed out", "took more"))
-            return undecided(reply["error"])
+            # Whoever means a plain number writes one that can be read in time.
+            return wrong(reply["error"]) if unjudged and quantity(gold) is not None else undecided(reply["error"])
         self.text_only += bool(reply.get("text_only"))
         if reply["correct"]:
             return RIGHT

@@ -17,6 +17,7 @@ from creditgraph.components.verifier.math_text import (
     parts,
     quantity,
     same_quantity,
+    separated,
     split,
     split_unit,
     squeeze,
@@ -33,19 +34,79 @@ def compare(gold: str, answer: str) -> tuple[bool, bool]:
 
     Raises what math-verify raises on an expression it cannot compare.
     """
-    if gold.strip() == answer.strip() or _same_text(gold, answer):
+    if gold.strip() == answer.strip():
         return True, False
     if max(len(gold), len(answer)) > MAX_LENGTH:
+        return _same_text(gold, answer), True
+    if _TWO_NUMBERS.search(clean(answer)) and not _TWO_NUMBERS.search(clean(gold)):
         return False, True
+    gold, answer = _paired(_without_commas_of_lists(gold, answer))
+    if _same_text(gold, answer):
+        return True, False
     quick = _without_algebra(gold, answer)
     if quick is not None:
         return quick, False
+    if _unreadable(answer, gold):
+        return False, True
     golds, answers = _values_of(gold), _values_of(answer)
     if (len(golds) > 1 or len(answers) > 1) and max(len(golds), len(answers)) <= MAX_PARTS:
         return _same_values(golds, answers)
     if not golds or not answers:
         return False, True
     return _same_value(golds[0], answers[0])
+
+
+def _without_commas_of_lists(gold: str, answer: str) -> tuple[str, str]:
+    """Both texts with spaces after commas that separate: those in brackets, and, where the other text is a list, all.
+
+    So 10,100 is the number 10100 beside 10100, and two numbers beside 100,10.
+    """
+    gold, answer = separated(gold), separated(answer)
+    lists = [len(parts(text)) > 1 for text in (gold, answer)]
+    return separated(gold, outside=lists[1]), separated(answer, outside=lists[0])
+
+
+def _paired(texts: tuple[str, str]) -> tuple[str, str]:
+    """Both texts in one form where one of them is a tuple, and the other says the same as x=1, y=2; or m/n = 3/7."""
+    gold, answer = (_as_tuple(text) if _brackets(clean(other)) else text for text, other in (texts, texts[::-1]))
+    counts = gold.count("="), answer.count("=")
+    if counts == (0, 1):
+        answer = _LETTERS_EQUAL.sub("", clean(answer))
+    elif counts == (1, 0):
+        gold = _LETTERS_EQUAL.sub("", clean(gold))
+    return gold, answer
+
+
+def _as_tuple(text: str) -> str:
+    """(1,2) for x = 1, y = 2; anything else unchanged."""
+    named = [re.fullmatch(r"([a-z])\s*=\s*([^=]+)", value) for value in split(_AND.sub(",", clean(text)))]
+    letters = [match.group(1) for match in named if match]
+    if len(letters) < 2 or len(letters) < len(named) or letters != sorted(set(letters)):
+        return text
+    return f"({', '.join(match.group(2).strip() for match in named if match)})"
+
+
+_AND = re.compile(r"\\text\s*\{\s*,?\s*and\s*\}|(?<![a-zA-Z])and(?![a-zA-Z])")
+_LETTERS_EQUAL = re.compile(r"^[^\d=<>()\[\]|_^]*[a-zA-Z][^\d=<>()\[\]|_^]*=\s*(?=\S)")
+# Numbers with two points, or beside each other; thousands may be set apart, and 1 1/2 is one number.
+_TWO_NUMBERS = re.compile(r"\d\.\d+\.\d|(?<![\d.])(?!\d{1,3}(?: \d{3})+(?!\d))\d+ +\d+(?!\d* *[/\\])")
+_PROSE = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s*\{([^{}]*)\}|(?<![\\a-zA-Z])([a-zA-Z]{4,})(?![a-zA-Z])")
+
+
+def _unreadable(answer: str, gold: str) -> bool:
+    """Whether an answer is no single answer: words around a number, or a number in a union."""
+    answer = clean(answer)
+    bare = split_unit(answer)[0]
+    if "\\cup" in answer and any(quantity(part) is not None for part in answer.split("\\cup")):
+        return True
+    if quantity(gold) is None:
+        return False
+    words_of = ["".join(match.groups("")) for match in _PROSE.finditer(_AND_OR_TEXT.sub(",", bare))]
+    return any(len(word.strip()) > 3 and not _MATHEMATICS.fullmatch(word.strip()) for word in words_of)
+
+
+_AND_OR_TEXT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}")
+_MATHEMATICS = re.compile(r"sqrt|frac|arcsin|arccos|arctan|sinh|cosh|tanh|floor|ceil|infty|theta|alpha|beta|pi", re.I)
 
 
 def _same_text(gold: str, answer: str) -> bool:
@@ -60,9 +121,9 @@ def _without_algebra(gold: str, answer: str) -> bool | None:
     letter = choice_letter(gold)
     if letter is not None:
         return choice_letter(answer) == letter
-    gold_words, answer_words = words(gold), words(answer)
+    gold_words, answer_words = _phrase(gold), _phrase(answer)
     if gold_words is not None and answer_words is not None:
-        return _PHRASES.get(gold_words, gold_words) == _PHRASES.get(answer_words, answer_words)
+        return gold_words == answer_words or {gold_words, answer_words} in _SETS_IN_WORDS
     phrase_and_number = (gold_words and answer_quantity) or (answer_words and gold_quantity)
     return False if phrase_and_number else None
 
@@ -77,7 +138,27 @@ def _values_of(text: str) -> list[str]:
     return ["\\cup ".join(intervals)] if intervals and all(map(_brackets, intervals)) else values
 
 
-_PHRASES = {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}
+_PHRASES = {
+    "none": "no solution",
+    "no solutions": "no solution",
+    "no real solutions": "no real solution",
+    "no real root": "no real solution",
+    "no real roots": "no real solution",
+    "all reals": "all real numbers",
+    "any real number": "all real numbers",
+    "every real number": "all real numbers",
+}
+_EMPTY, _REALS = "the empty set", "the real numbers"
+_SETS = {squeeze(text): _EMPTY for text in ("\\emptyset", "\\{\\}")} | {
+    squeeze(text): _REALS for text in ("\\mathbb{R}", "\\mathbb R", "\\R")
+}
+_SETS_IN_WORDS = ({_EMPTY, "no solution"}, {_EMPTY, "no real solution"}, {_REALS, "all real numbers"})
+
+
+def _phrase(text: str) -> str | None:
+    """An answer in words, or a set that has a name, in one spelling; None for anything else."""
+    found = _SETS.get(squeeze(text)) or words(text)
+    return None if found is None else _PHRASES.get(found, found)
 
 
 def _same_values(golds: list[str], answers: list[str]) -> tuple[bool, bool]:
@@ -111,6 +192,12 @@ def _same_value(gold: str, answer: str) -> tuple[bool, bool]:
         return _same_equation(gold, answer)
     gold, gold_unit, gold_base = _bare(gold)
     answer, answer_unit, answer_base = _bare(answer)
+    if {gold_unit, answer_unit} in ({"deg", ""}, {"deg", "rad"}) and "\\pi" in gold + answer:
+        gold, answer = (
+            f"({text})\\cdot\\frac{{\\pi}}{{180}}" if unit == "deg" else text
+            for text, unit in ((gold, gold_unit), (answer, answer_unit))
+        )
+        gold_unit = answer_unit = ""
     factor = unit_factor(gold_unit, answer_unit)
     if factor is None or (gold_base and answer_base and gold_base != answer_base):
         return False, False

@@ -237,7 +237,8 @@ def split_unit(text: str) -> tuple[str, str, bool]:
     unit = _unit_name(bare[named_power.end() :]) if named_power else _unit_name(bare)
     if named_power and unit not in ("", "other"):
         return text[: unit_at_end.start()], unit + ("2" if named_power.group(1) else "3"), False
-    if not unit and (bare == word.casefold() or not bare):  # letters of a formula, not in a \text command
+    # Letters of a formula, not in a \text command; or a remark with a number of its own.
+    if not unit and (bare == word.casefold() or not bare or re.search(r"\d", bare)):
         return text, "", False
     return text[: unit_at_end.start()], unit + (power or "") if unit else "other", False
 
@@ -336,6 +337,24 @@ def split(text: str) -> list[str]:
             pieces.append(text[start:i].strip())
             start = i + 1
     return [*pieces, text[start:].strip()]
+
+
+def separated(text: str, outside: bool = False) -> str:
+    """Text with a space after each comma between digits that separates values, so that it is not taken for thousands.
+
+    Such commas are those in brackets, and with `outside` all. 1{,}000 and 1,\\!000 are numbers everywhere.
+
+    >>> separated("(0,100)"), separated("10,100"), separated("10,100", outside=True), separated("[1{,}000,200]")
+    ('(0, 100)', '10,100', '10, 100', '[1{,}000, 200]')
+    """
+    out, depth = [], 0
+    for i, char in enumerate(text):
+        bracket = char in "()[]" or (char in "{}" and text[i - 1 : i] == "\\")
+        depth += ((char in "([{") - (char in ")]}")) if bracket else 0
+        out.append(char)
+        if char == "," and (depth > 0 or outside) and text[i - 1 : i].isdigit() and text[i + 1 : i + 2].isdigit():
+            out.append(" ")
+    return "".join(out)
 
 
 def free_answer(text: str) -> str | None:

@@ -2,11 +2,14 @@
 
 Rational numbers are compared exactly and other numbers to 600 digits. A number beyond `MAX_BITS` is never computed and
 equals nothing, and so does whatever is not finite. Formulas are compared at rational points, where a polynomial's value
-is exact. Needs sympy, and nothing of this project.
+is exact; the points follow from the pair, so that no formula can be made to agree at them. Needs sympy, and nothing of
+this project.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,8 +22,8 @@ MAX_STEPS = 3000  # factors of a factorial or a binomial coefficient, terms of a
 _ZERO_BITS = 2000  # a difference that vanishes to this precision (600 digits) is 0
 _LOST_BITS = 20  # sympy stops at this accuracy only where the terms agree to the whole precision
 _FACTORIALS = (sympy.factorial, sympy.factorial2, sympy.subfactorial, sympy.gamma)
-# Points of both signs and with no symmetry, so that |x| differs from x and n! from its neighbours.
-_POINTS = tuple(sympy.Rational(*point) for point in ((19, 26), (8, 3), (-33, 25), (37, 11), (-17, 30)))
+_WHOLE = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.factorial, sympy.factorial2, sympy.binomial)
+_INDICES = frozenset("ijklmnpqN")
 _CONSTANTS = {"i": sympy.I, "e": sympy.E}
 
 
@@ -66,7 +69,7 @@ def same_expression(gold: Any, answer: Any, tolerance: Fraction = Fraction(0)) -
         except NoValueError:
             return False
     compared = 0
-    for point in _points(names):
+    for point in _points(names, gold, answer):
         try:
             first, second = _value(gold, point), _value(answer, point)
         except NoValueError:
@@ -88,7 +91,7 @@ def proportional(gold: Any, answer: Any, positive: bool = False) -> bool:
     if names != sorted({symbol.name for symbol in answer.free_symbols} - set(_CONSTANTS)):
         return False
     pairs = []
-    for point in _points(names):
+    for point in _points(names, gold, answer):
         try:
             pairs.append((_value(gold, point), _value(answer, point)))
         except NoValueError:
@@ -104,13 +107,33 @@ def proportional(gold: Any, answer: Any, positive: bool = False) -> bool:
     return all(_vanishes(first * answer_start - second * gold_start) for first, second in pairs)
 
 
-def _points(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Values for each name at five points. Beyond five names the points are shifted by 1, 2 …"""
-    count = len(_POINTS)
-    return [
-        {name: _POINTS[(i + shift) % count] + i // count for i, name in enumerate(names)}
-        for shift in range(count if names else 1)
-    ]
+def _points(names: Sequence[str], gold: Any, answer: Any) -> list[dict[str, Any]]:
+    """Values for each name, drawn with the pair as the key: fractions of both signs, of one for each name.
+
+    Where a floor, a ceiling, a factorial or (−1)^n stands there are also whole ones, and only those if all names are
+    those of whole numbers (n, k, m, …), as ⌈n/2⌉ = ⌊(n+1)/2⌋ holds for them alone.
+    """
+    if not names:
+        return [{}]
+    key = hashlib.blake2b("\n".join(sorted(map(sympy.srepr, (gold, answer)))).encode()).digest()
+    draw = random.Random(key)
+    points = []
+    whole = _has_whole(gold) or _has_whole(answer)
+    if whole:
+        # Neighbours, so that odd and even ones are among them, and small ones, which factorials reach.
+        starts = [draw.randint(1, 6) for _ in names]
+        points = [{n: sympy.Integer(s + i) for n, s in zip(names, starts, strict=True)} for i in (0, 1, 2, 5, 8)]
+    if not whole or not _INDICES.issuperset(name[0] for name in names):
+        signs = (1, 1, -1, 1, -1)
+        points += [
+            {n: sign * sympy.Rational(draw.randint(11, 97), draw.randint(13, 37)) for n in names} for sign in signs
+        ]
+    return points
+
+
+def _has_whole(expression: Any) -> bool:
+    signs = (p for p in expression.atoms(sympy.Pow) if p.base.is_negative and p.exp.free_symbols)
+    return bool(expression.has(*_WHOLE)) or any(True for _ in signs)
 
 
 def _value(node: Any, point: dict[str, Any]) -> Any:

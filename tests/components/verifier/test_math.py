@@ -19,7 +19,8 @@ FAKE = """
 import json, os, sys, time
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
-    answer = json.loads(line)["answer"]
+    request = json.loads(line)
+    answer = request["answer"]
     if answer == "hang":
         while True: pass
     if answer == "die":
@@ -28,7 +29,7 @@ for line in sys.stdin:
         reply = {"error": "ZeroDivisionError: division by zero"}
     else:
         reply = {"correct": answer.startswith("r"), "pid": os.getpid()}
-    print(json.dumps(reply), flush=True)
+    print(json.dumps({**reply, "number": request["number"]}), flush=True)
 """
 
 
@@ -55,7 +56,7 @@ def _items(*answers, gold="1"):
 def test_one_bad_item_leaves_the_others_alone(fake_math, fake_pool):
     verifier = fake_math
     started = time.monotonic()
-    verdicts = verifier.verdicts(_items("r1", "hang", "w1", "die", "raise", "r2", "hang", "w2"))
+    verdicts = verifier.verdicts(_items("r1", "hang", "w1", "die", "raise", "r2", "hang", "w2", gold="x+1"))
     assert time.monotonic() - started < 10
     assert [v.correct for v in verdicts] == [True, False, False, False, False, True, False, False]
     assert [v.valid for v in verdicts] == [True, False, True, False, False, True, False, True]
@@ -217,3 +218,14 @@ def test_free_form_answers(toolbox, node):
     rewards = component.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
     assert rewards.correct.tolist() == [True, True, False, False]
     assert rewards.detail[2] == "no answer in the response"
+
+
+def test_what_cannot_be_judged_in_time_is_wrong_beside_a_plain_number(toolbox):
+    node = toolbox.start(Math, workers=1, seconds=1.0, cpu_seconds=1.0)
+    slow = "\\sum_{i=1}^{n} i^{3000}+\\sum_{i=1}^{m} i^{2999}"
+    deep = "\\sqrt{" * 300 + "x" + "}" * 300
+    items = [Item(text=f"\\boxed{{{a}}}", answer=g, metadata={}) for a in (slow, deep) for g in ("42", "x^2+1")]
+    verdicts = node.verdicts(items)
+    node.close()
+    assert [(v.valid, v.correct) for v in verdicts[::2]] == [(True, False)] * 2
+    assert not any(v.correct for v in verdicts)

@@ -8,11 +8,32 @@ import sympy
 from creditgraph.components.verifier.math_equal import compare
 from creditgraph.components.verifier.math_text import quantity, unit_factor
 from creditgraph.components.verifier.math_value import proportional, same_expression, same_object
+from tests.components.verifier.pairs import frozen, score
 
 x, y, n = sympy.symbols("x y n")
 HUGE = ["2^{2000}", "10^{1000}", "1000!", "e^{1000}", "10^{10^{10}}", "9^{9^{9^{9}}}", "2^{40000}", "4000!"]
 REFERENCES = ["42", "1/2", "\\sqrt{2}", "-7", "\\pi", "x^2+1", "\\{1,2\\}", "3,5", "5\\text{ cm}", "Tuesday", "3+4i"]
 REFERENCES += ["y=2x", "n(n+1)/2", "0.5", "50\\%", "x>2", "(1,2)", "\\infty", "0", "1.2345678"]
+
+
+def test_pairs_of_somebody_who_has_not_read_the_verifier():
+    pairs = frozen()
+    assert len(pairs) == 412
+    precision, recall, _ = score(pairs, [compare(gold, answer)[0] for gold, answer, _ in pairs])
+    assert precision >= 0.98
+    assert recall >= 0.85
+
+
+def test_points_follow_from_the_pair():
+    # Zero at the five points of an earlier version, whatever the pair.
+    poly = sympy.sympify("(26*x-19)*(3*x-8)*(25*x+33)*(11*x-37)*(30*x+17)")
+    assert not same_expression(x**2, x**2 + poly)
+    assert same_expression(x**2, sympy.expand((x + 1) ** 2 - 2 * x - 1))
+    # A verdict does not depend on the order of the sides, and repeats.
+    assert [same_expression(a, b) for a, b in ((n * (n + 1) / 2, sympy.binomial(n + 1, 2)),) * 2] == [True, True]
+    assert not same_expression(sympy.ceiling(n / 2), sympy.floor(n / 2) + 1)
+    assert same_expression(sympy.ceiling(n / 2), sympy.floor((n + 1) / 2))
+    assert not same_expression(sympy.floor(x), x)
 
 
 def test_huge_numbers_equal_no_other_reference():
