@@ -37,9 +37,10 @@ NOT_MADE = {
 }
 CREDITOR = {"intervention": "expander"}  # the node of the credit, where it is not "advantage"
 DECLARED = {
-    "cispo": {"loss_clip", "loss_gradient"},
-    "distill": {"loss_gradient"},
+    "cispo": {"loss_clip"},
     "grpo_lambda": {"loss_chain"},
+    "gspo": {"loss_token_credit"},
+    "ibpo": {"loss_token_credit"},
     "maxrl": {"monotone", "reward_shift"},
     "p_trace": {"loss_chain"},
     "s_trace": {"loss_chain"},

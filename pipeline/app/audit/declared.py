@@ -7,20 +7,15 @@ from typing import Any
 
 from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.learner.objective.cispo import CISPO
-from creditgraph.components.learner.objective.distill import Distill
+from creditgraph.components.learner.objective.gspo import GSPO
 from creditgraph.components.learner.objective.trace import Trace
 
 _MAXRL = "MaxRL divides by the mean of the group, the share of correct responses where rewards are 0 and 1"
 
 # Class → check of `creditgraph audit` → why its failure is wanted.
 DECLARED: Mapping[type, Mapping[str, str]] = {
-    CISPO: {
-        "loss_gradient": "the clipped weight is a constant of the gradient",
-        "loss_clip": "clipping bounds a token's weight and stops no token",
-    },
-    Distill: {
-        "loss_gradient": "the weight of a sampled token is a constant of the gradient, as in any policy gradient"
-    },
+    CISPO: {"loss_clip": "clipping bounds a token's weight and stops no token"},
+    GSPO: {"loss_token_credit": "one ratio of the whole response moves all of its tokens alike"},
     Trace: {"loss_chain": "a λ-trace weighs token k by (1 − d^{T−k+1})/(1 − d), so early tokens more than late ones"},
 }
 

@@ -15,6 +15,7 @@ from creditgraph.pipeline.app.audit.contract import limited
 from creditgraph.pipeline.app.audit.gradient import GROUP, Comparison, judged
 from creditgraph.pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
 from creditgraph.pipeline.app.audit.problems import PROBLEMS, Problem
+from creditgraph.pipeline.app.audit.ratios import clipping, numeric_settings, overflow
 from creditgraph.pipeline.app.audit.targets import AuditError
 
 CUT = ("micro_batch_size", "micro_batches", "num_micro_batches", "minibatch_size", "gradient_accumulation_steps")
@@ -37,6 +38,9 @@ def returns(target: LossTarget) -> Finding:
     if not np.isfinite(value) or not np.isfinite(gradient).all():
         bad = int((~np.isfinite(gradient)).sum())
         return Finding(verdict="fail", message=f"the loss is {value:.3g}, and {bad} gradients are no numbers", size=1.0)
+    if target.changed:
+        message = f"it writes into {', '.join(sorted(target.changed))}, which its caller uses again; copy them first"
+        return Finding(verdict="fail", message=message, size=1.0)
     if value != again:
         message = f"two calls with the same input give {value:.6g} and {again:.6g}; seed its random numbers"
         return Finding(verdict="fail", message=message, size=abs(value - again))
@@ -61,6 +65,8 @@ def differences(target: LossTarget) -> Finding:
     gap = float(np.abs(np.where(inputs.batch.mask, gradient, 0.0) - numeric).max() / np.abs(numeric).max())
     if gap < 5e-3:
         return passed(f"largest difference {gap:.1e} of the largest gradient")
+    if _weighted_logprobs(target, inputs, gradient) < 5e-3:
+        return passed("the gradient of log-probs with weights that are held fixed, as of a score function")
     example = {"autograd": np.round(gradient, 5).tolist(), "differences": np.round(numeric, 5).tolist()}
     return Finding(
         verdict="fail",
@@ -68,6 +74,62 @@ def differences(target: LossTarget) -> Finding:
         example=example,
         size=gap,
     )
+
+
+def _weighted_logprobs(target: LossTarget, inputs: LossInputs, gradient: Floats) -> float:
+    """How far the loss is from Σ w log π with fixed weights w: a shift of all log-probs of a token leaves every ratio,
+    and with it the weights, as they are, so that such a loss changes by w alone, its gradient."""
+    numeric = np.zeros_like(gradient)
+    for place in zip(*inputs.batch.mask.nonzero(), strict=True):
+        values = []
+        for step in (1e-4, -1e-4):
+            kinds = ("logprobs", "old_logprobs", "reference_logprobs")
+            moved = {kind: getattr(inputs, kind).copy() for kind in kinds}
+            for kind in kinds:
+                moved[kind][place] += step
+            values.append(target.value_and_gradient(inputs.with_(**moved))[0])
+        numeric[place] = (values[0] - values[1]) / 2e-4
+    largest = float(np.abs(gradient).max())
+    return float(np.abs(np.where(inputs.batch.mask, gradient, 0.0) - numeric).max()) / largest if largest else 1.0
+
+
+def token_credit(target: LossTarget) -> Finding:
+    """At equal policies, more credit of one token of a row: its own gradient must change most."""
+    if "advantages" not in target.reads:
+        return skipped("takes no advantages")
+    inputs = sample(0.0)
+    mask = inputs.batch.mask
+    _, before = target.value_and_gradient(inputs)
+    # Rows of positive advantage: some losses bound negative ones.
+    for row in ((mask.sum(1) > 1) & (inputs.advantages[:, 0] > 0)).nonzero()[0]:
+        for token in mask[row].nonzero()[0]:
+            more = inputs.advantages.copy()
+            more[row, token] += 0.5
+            _, after = target.value_and_gradient(inputs.with_(advantages=more))
+            change = np.where(mask[row], (before - after)[row], 0.0)
+            others = np.delete(change, token)[np.delete(mask[row], token)]
+            if change[token] > np.abs(others).max() * (1 + 1e-6):
+                continue
+            averaged = np.ptp(change[mask[row]]) < 1e-6 * max(np.abs(change).max(), 1e-12) and change[token] > 0
+            likely = (
+                "does it average the advantages over the row? (a ratio of the whole sequence does so too; declare it "
+                "if that is wanted)"
+                if averaged
+                else "are advantages shifted, or read from one token of the row?"
+            )
+            return Finding(
+                verdict="fail",
+                message=f"more credit of token {token} of row {row} does not move that token most; {likely}",
+                example={
+                    "row": int(row),
+                    "token": int(token),
+                    "advantages": np.round(inputs.advantages[row][mask[row]], 3).tolist(),
+                    "after": np.round(more[row][mask[row]], 3).tolist(),
+                    "change of each token's push": np.round(change[mask[row]], 5).tolist(),
+                },
+                size=1.0,
+            )
+    return passed()
 
 
 def on_policy(target: LossTarget) -> Finding:
@@ -239,60 +301,12 @@ def reference(target: LossTarget) -> Finding:
     return passed("pulls towards the reference")
 
 
-def overflow(target: LossTarget) -> Finding:
-    """Log ratios of ±50."""
-    inputs = sample(0.05)
-    signs = np.where(np.indices(inputs.logprobs.shape).sum(0) % 2, 50.0, -50.0)
-    value, gradient = target.value_and_gradient(inputs.with_(old_logprobs=inputs.logprobs - signs))
-    bad = int((~np.isfinite(gradient[inputs.batch.mask])).sum())
-    if np.isfinite(value) and not bad:
-        return passed()
-    return Finding(
-        verdict="fail",
-        message=f"the loss is {value:.3g}, and {bad} gradients are no numbers",
-        example={"log ratios": signs.tolist()},
-        size=bad,
-    )
-
-
-def clipping(target: LossTarget) -> Finding:
-    """Rows that have moved far along their advantage, and with a dual clip those that have moved far against it."""
-    names = _numbers(target, "clip")
-    if not names or "old_logprobs" not in target.reads:
-        return skipped("has no setting of a clip, or no ratio to be clipped")
-    inputs = sample(0.0)
-    mask, sign = inputs.batch.mask, np.sign(inputs.advantages)
-    _, gradient = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + 2.0 * sign))
-    pushed = mask & (-gradient * sign > 1e-9)
-    what = "tokens at ratios of e² along their advantage are moved on"
-    if not pushed.any() and _numbers(target, "dual", "clip_ratio_c"):
-        _, gradient = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + 4.0 * (sign < 0)))
-        pushed = mask & (sign < 0) & (np.abs(gradient) > 1e-9)
-        what = "tokens of negative advantage at ratios of e⁴ still have a gradient, in spite of the dual clip"
-    if not pushed.any():
-        return passed(", ".join(names))
-    return Finding(
-        verdict="fail",
-        message=f"{int(pushed.sum())} of {int(mask.sum())} {what} ({', '.join(names)})",
-        example={"gradient": np.round(gradient, 5).tolist(), "advantages": inputs.advantages.tolist()},
-        size=float(pushed.sum() / mask.sum()),
-    )
-
-
-def _numbers(target: LossTarget, *parts: str) -> list[str]:
-    """Names of settings that are positive numbers and contain one of the parts."""
-    numbers = {
-        n for n, v in target.settings.items() if isinstance(v, int | float) and not isinstance(v, bool) and v > 0
-    }
-    return sorted(n for n in numbers if any(part in n for part in parts))
-
-
 def later_steps(target: LossTarget) -> Finding:
     """E[−∇ loss] over responses of the old policy, after the policy has moved inside the clip, against its own ∇J."""
     if "old_logprobs" not in target.reads:
         return skipped("takes no old log-probs")
     old = next(problem for problem in PROBLEMS if problem.name == "bandit")
-    clip = min([float(target.settings[n]) for n in _numbers(target, "clip", "eps")], default=0.2)
+    clip = min([float(target.settings[n]) for n in numeric_settings(target, "clip", "eps")], default=0.2)
     shift = 0.4 * min(clip, 0.2) * np.array([[0.5, -1.0, 0.5]])
     new = dataclasses.replace(old, logits=old.logits + shift)
     estimator = OfLoss(target=target, old=old)
@@ -379,6 +393,7 @@ LOSS = (
     Check(name="loss_returns", layer="loss", title="The loss is a number, the same each time.", run=returns),
     Check(name="loss_gradient", layer="loss", title="The gradient is that of the value.", run=differences),
     Check(name="loss_on_policy", layer="loss", title="Each token moves with its advantage.", run=on_policy),
+    Check(name="loss_token_credit", layer="loss", title="Each token moves with its own advantage.", run=token_credit),
     Check(name="loss_mask", layer="loss", title="Tokens outside the mask do not matter.", run=masked_tokens),
     Check(name="loss_padding", layer="loss", title="Padding does not matter.", run=padding),
     Check(name="loss_cut", layer="loss", title="The cut of the batch does not matter.", run=cut),

@@ -59,6 +59,7 @@ class LossTarget:
         name: as the user named it.
         call: the loss of the inputs at log-probs given as a tensor that needs a gradient: a scalar, or a loss per
             token, which is summed over the mask; of a tuple, its first part.
+        changed: names of parameters that the function has written into so far.
         reads: columns that it is given.
         settings, with_settings, declares, note: as of `AdvantageTarget`.
     """
@@ -70,6 +71,7 @@ class LossTarget:
     with_settings: Callable[[Mapping[str, Any]], LossTarget] | None = None
     declares: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    changed: set[str] = field(default_factory=set)
 
     def loss(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
         """The loss as a scalar."""
@@ -102,6 +104,7 @@ def loss_function(
     """The target of a plain function."""
     binding = bind(function, name, given, settings)
     parameters = inspect.signature(function).parameters
+    changed: set[str] = set()
 
     def call(inputs: LossInputs, logprobs: Tensor) -> Any:
         values: dict[str, Any] = {}
@@ -114,7 +117,10 @@ def loss_function(
                 values[parameter] = torch.from_numpy(getattr(inputs, column).copy())
             else:
                 values[parameter] = column_of(inputs.batch, column, "torch", parameters[parameter].annotation)
-        return function(**values, **copy.deepcopy(dict(binding.settings)))
+        before = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+        result = function(**values, **copy.deepcopy(dict(binding.settings)))
+        changed.update(n for n, value in before.items() if not torch.equal(value.nan_to_num(), values[n].nan_to_num()))
+        return result
 
     def again(changed: Mapping[str, Any]) -> LossTarget:
         return loss_function(function, name, given, {**settings, **changed})
@@ -128,6 +134,7 @@ def loss_function(
         with_settings=again,
         declares=dict(getattr(function, "audit_declares", {})),
         note=f"{told} as torch arrays",
+        changed=changed,
     )
 
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
-from creditgraph.pipeline.app.audit.checks import Finding, passed
+from creditgraph.pipeline.app.audit.checks import Finding, passed, skipped
 from creditgraph.pipeline.app.audit.targets import AdvantageTarget
+from creditgraph.pipeline.core.errors import raised_text
 
 DRAWN = 32  # batches per check
+LEAST = 8  # of them that the function must take
 EXAMPLES = 100  # batches among which hypothesis looks for a smaller one
 REWARDS = (0.0, 1.0, 0.5, -1.0, 3.0)
 
@@ -145,10 +147,31 @@ class Case:
 CaseOf = Callable[[Batch, random.Random], Case | None]
 
 
-def search(kind: Kind, case_of: CaseOf) -> Case | None:
-    """The smallest batch whose case disagrees; None when there is none."""
-    first = next((case for case in (_tried(case_of, batch) for batch in drawn(kind)) if _wrong(case)), None)
-    return _smallest(kind, case_of) or first if first is not None else None
+@dataclass(frozen=True)
+class Unjudged:
+    """Too few batches could be tried.
+
+    Attributes:
+        raised: text of the first exception.
+        count: batches on which the function raised.
+    """
+
+    raised: str
+    count: int
+
+
+def search(kind: Kind, case_of: CaseOf) -> Case | Unjudged | None:
+    """The smallest batch whose case disagrees; None when there is none, Unjudged when fewer than `LEAST` were tried."""
+    raised = []
+    for batch in drawn(kind):
+        try:
+            case = case_of(batch, random.Random(0))
+        except Exception as error:  # what a function from outside raises is its refusal
+            raised.append(raised_text(error))
+            continue
+        if _wrong(case):
+            return _smallest(kind, case_of) or case
+    return Unjudged(raised[0], len(raised)) if DRAWN - len(raised) < LEAST else None
 
 
 def _smallest(kind: Kind, case_of: CaseOf) -> Case | None:
@@ -186,10 +209,12 @@ def _tried(case_of: CaseOf, batch: Batch) -> Case | None:
         return None
 
 
-def judged(case: Case | None, meaning: str) -> Finding:
+def judged(case: Case | Unjudged | None, meaning: str) -> Finding:
     """A finding with its counter-example."""
     if case is None:
         return passed()
+    if isinstance(case, Unjudged):
+        return skipped(f"not judged: raises {case.raised} on {case.count} of {DRAWN} batches")
     example = {
         "batch": case.batch.shown(),
         "change": case.change,
