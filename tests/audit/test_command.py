@@ -185,3 +185,23 @@ def test_a_random_loss_is_found(tmp_path, capsys):
     found = {row["check"]: row for row in json.loads(out)}["loss_returns"]
     assert code == 1
     assert "two calls with the same input" in found["message"]
+
+
+@pytest.mark.parametrize("line", ["os._exit(0)", "sys.exit(0)", "sys.exit()"])
+def test_a_function_that_ends_the_process_is_no_success(tmp_path, capsys, line):
+    body = f"import os, sys\ndef advantage(rewards, groups):\n    {line}\n"
+    code, out, err = told(capsys, written(tmp_path, body))
+    assert (code, out) == (2, "")
+    assert "it ends the process" in err
+
+
+def test_json_is_strict(tmp_path, capsys):
+    body = "def advantage(rewards, groups):\n    return rewards / (rewards - rewards)\n"
+    code, out, _ = told(capsys, written(tmp_path, body), "--json")
+
+    def refuse(text):
+        raise ValueError(text)
+
+    rows = json.loads(out, parse_constant=refuse)
+    assert code == 1
+    assert rows

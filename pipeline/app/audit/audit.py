@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,16 @@ def as_json(results: Sequence[Result]) -> str:
         }
         for r in results
     ]
-    return json.dumps(rows, indent=1)
+    return json.dumps(_strict(rows), indent=1, allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    """Numbers that JSON does not have as null."""
+    if isinstance(value, Mapping):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_page(file: Path, results: Sequence[Result], title: str) -> None:

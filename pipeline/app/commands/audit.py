@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from creditgraph.pipeline.app.arguments import add_trust
 from creditgraph.pipeline.core.errors import ConfigError
@@ -60,8 +62,9 @@ def main(options: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # arrays of a dozen numbers: threads only wait for each other
     try:
-        for target, checks in _targets(options):
-            results += run_checks(target, checks, declared, frozenset(options.layer))
+        with _no_way_out(options.target):
+            for target, checks in _targets(options):
+                results += run_checks(target, checks, declared, frozenset(options.layer))
     finally:
         torch.set_num_threads(threads)
     print(as_json(results) if options.json else table(results))
@@ -70,6 +73,23 @@ def main(options: argparse.Namespace) -> int:
     if options.html:
         write_page(Path(options.html), results, options.target)
     return 1 if failures(results) else 0
+
+
+@contextmanager
+def _no_way_out(target: str) -> Iterator[None]:
+    """A function that ends the process has passed nothing: an AuditError instead, so that CI does not see success."""
+    from creditgraph.pipeline.app.audit.targets import AuditError
+
+    def leave(status: int) -> NoReturn:
+        raise AuditError(f"{target}: it ends the process (exit code {status}); expected a result. Remove the exit.")
+
+    kept, os._exit = os._exit, leave
+    try:
+        yield
+    except SystemExit as error:
+        raise AuditError(f"{target}: it ends the process (exit code {error.code}); remove the exit.") from error
+    finally:
+        os._exit = kept
 
 
 def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
