@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("installed")]
 
 # Modules of an extra; all others are imported with the core alone.
 OF_EXTRAS = (
+    "creditgraph.adapters.skyrl",  # each needs the trainer that it is for
+    "creditgraph.adapters.trl",
+    "creditgraph.adapters.verl",
     "creditgraph.components.engine.vllm.exact",
     "creditgraph.components.engine.vllm.worker",
     "creditgraph.components.environment.verifiers_harness",

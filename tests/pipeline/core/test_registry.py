@@ -101,17 +101,17 @@ def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_of_a_file(tmp_path) -> None:
     """Every mention of it is the same class."""
-    (tmp_path / "ideas.py").write_text(
+    (tmp_path / "notions.py").write_text(
         "from creditgraph.components.advantage.group import GroupAdvantage\n\n\nclass Mine(GroupAdvantage):\n"
         '    """Group advantage."""\n\n\nx = 1\n'
     )
-    mine = load_class(f"{tmp_path}/ideas.py:Mine")
+    mine = load_class(f"{tmp_path}/notions.py:Mine")
     assert issubclass(mine, Component)
-    assert load_class(f"{tmp_path}/ideas.py:Mine") is mine
+    assert load_class(f"{tmp_path}/notions.py:Mine") is mine
     with pytest.raises(ConfigError, match="Did you mean 'Mine'"):
-        load_class(f"{tmp_path}/ideas.py:Mane")
+        load_class(f"{tmp_path}/notions.py:Mane")
     with pytest.raises(ConfigError, match="is not a class"):
-        load_class(f"{tmp_path}/ideas.py:x")
+        load_class(f"{tmp_path}/notions.py:x")
 
 
 def test_listing_imports_nothing() -> None:
