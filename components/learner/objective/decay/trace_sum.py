@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Literal, Protocol
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from creditgraph.components.learner.objective.decay.scan import map_rows, scan
 from creditgraph.pipeline.core.jagged import Jagged
 
-Style = Literal["recent", "both", "weight_floor", "uniform"]
+Style = Literal["recent", "both"]
 
 
 class TraceWeights(Protocol):
@@ -26,17 +25,13 @@ class TraceWeights(Protocol):
     def style(self) -> Style:
         """How weights fall."""
 
-    @property
-    def floor(self) -> float:
-        """Smallest weight of style "weight_floor"."""
-
 
 def trace_sum(x: Jagged, weights: TraceWeights, start: Tensor | None = None, past_only: bool = False) -> Jagged:
     """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row, or Σ_{k<t}; linear and differentiable.
 
     Args:
         x: float values, zero where a token is not traced and before the token that counts as k = 1.
-        weights: decay, style and floor.
+        weights: decay and style.
         start: int64 [rows], place of that token, 0 where missing; only style "both" depends on it.
         past_only: leaves out k = t, whose weight is 1.
     """
@@ -53,8 +48,6 @@ def _weigh(weights: TraceWeights, past_only: bool, grid: Tensor, reverse: bool) 
     """W or Wᵀ on [rows, length], the first column being k = 1."""
     if weights.style == "both":
         out = (_both_transposed if reverse else _both)(weights.decay, grid)
-    elif weights.style == "weight_floor" and _span(weights) < grid.shape[1]:
-        out = (_floor_transposed if reverse else _floor)(weights, grid)
     else:
         out = scan(weights.decay, grid, reverse)
     return out.sub_(grid) if past_only else out
@@ -89,32 +82,7 @@ def _both_transposed(decay: float, y: Tensor) -> Tensor:
     return x
 
 
-def _floor(weights: TraceWeights, x: Tensor) -> Tensor:
-    # d^{t−k} ≥ floor for t − k < n: older tokens take the floor, y_t = z_t + floor·c_{t−n} − d^n z_{t−n}.
-    n = _span(weights)
-    z = scan(weights.decay, x, False)
-    older = scan(1.0, x[:, :-n], False).mul_(weights.floor).sub_(z[:, :-n], alpha=weights.decay**n)
-    z[:, n:] += older
-    return z
-
-
-def _floor_transposed(weights: TraceWeights, y: Tensor) -> Tensor:
-    n = _span(weights)
-    z = y.clone()
-    z[:, :-n].sub_(y[:, n:], alpha=weights.decay**n)
-    x = scan(weights.decay, z, True)
-    x[:, :-n].add_(scan(1.0, y[:, n:], True), alpha=weights.floor)
-    return x
-
-
 def _powers(decay: float, count: int, like: Tensor) -> Tensor:
     """d^0 … d^{count−1}, made in float64."""
     exponents = torch.arange(count, dtype=torch.float64, device=like.device)
     return torch.pow(torch.full_like(exponents, decay), exponents).to(like.dtype)
-
-
-def _span(weights: TraceWeights) -> int:
-    """Number of tokens, including t, whose weight is above the floor."""
-    if weights.decay >= 1 or weights.floor <= 0:
-        return 1 << 40
-    return 1 if weights.decay <= 0 else 1 + math.floor(math.log(weights.floor) / math.log(weights.decay) + 1e-9)
