@@ -58,31 +58,24 @@ class Backend(Protocol):
 
     def load(self, weights: Weights, probe: Probe | None) -> None:
         """Loads weights that were checked (tensors, each once; or an adapter) and verifies them; raises RunError."""
-        ...
 
     def restore(self) -> bool:
         """Switches back to the model's own weights if that needs no loading; returns whether it did."""
-        ...
 
     def sample(self, rows: Rows) -> None:
         """Starts `rows` and feeds responses to them until all have ended."""
-        ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
         """Responses in the order of `requests`, checked; each request has context and tokens."""
-        ...
 
     def converse(self, rows: int, follow: Callable[[int], RowRequest | None], feed: Feed, reset: Reset) -> bool:
         """As `Pool.converse`, each row by itself; False, and nothing done, where rows are sampled together."""
-        ...
 
     def take_counters(self) -> dict[str, float]:
         """Amounts to count since the last call."""
-        ...
 
     def close(self) -> None:
         """Ends it."""
-        ...
 
 
 class ExternalEngine(Engine):

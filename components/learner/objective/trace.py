@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.learner.objective.base import LossInputs, Objective
-from creditgraph.components.learner.objective.decay.trace_sum import Style, trace_sum
+from creditgraph.components.learner.objective.decay import Style, trace_sum
 from creditgraph.components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
 from creditgraph.components.learner.objective.meters import AllSum, Meters
 from creditgraph.components.learner.objective.ratio import (

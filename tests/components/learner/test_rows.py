@@ -89,9 +89,7 @@ def test_a_row_goes_to_the_replica_that_computes_it_and_to_no_other(make_batch, 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_uneven_replicas_and_one_without_rows_make_the_steps_of_one(make_learner, make_batch, minibatches):
-    objective = ObjectiveSettings(
-        use="trace", config={"normalise": True}, entropy_mask=EntropyMask(keep=0.4, where="trace_and_loss")
-    )
+    objective = ObjectiveSettings(use="trace", entropy_mask=EntropyMask(keep=0.4, where="trace_and_loss"))
     settings = {"objective": objective, "optimizer": OPTIMIZER, "minibatches": minibatches, "epochs": 2}
     trajectories, credit = make_batch(rows=12)
     batch = trajectories, credit.replace(columns={"gate": credit.advantage})

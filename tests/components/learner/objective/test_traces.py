@@ -7,7 +7,7 @@ import torch
 from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
 from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings
-from creditgraph.components.learner.objective.decay.trace_sum import trace_sum
+from creditgraph.components.learner.objective.decay import trace_sum
 from creditgraph.components.learner.objective.ratio import safe_exp
 from creditgraph.components.learner.objective.trace import Trace
 from creditgraph.pipeline.core.jagged import Jagged
