@@ -4,7 +4,7 @@ import math
 from itertools import combinations
 
 import torch
-from reference_trees import spaced_cuts, token_owner, tree_credit  # noqa: F401  # part of the fixture `reference`
+from reference_trees import entropy_cuts, token_owner, tree_credit  # noqa: F401  # part of the fixture `reference`
 
 
 def overlong_punishment(length, max_length, buffer):
