@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from creditgraph.pipeline.app.credit.statistics import Floats, mean_sd
+from creditgraph.lab.bench.statistics import Floats, mean_sd
 from creditgraph.pipeline.app.progress import ACCURACY, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS
 
 EVALUATOR = ACCURACY.rpartition("/")[0]  # node whose seconds and tokens are not training

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from creditgraph.pipeline.app.credit.statistics import mean_sd
+from creditgraph.lab.bench.statistics import mean_sd
 
 LEVEL = 0.05
 POWER = 0.8

@@ -11,10 +11,10 @@ from typing import Any
 
 from creditgraph.lab.bench.curves import Axis, Curve
 from creditgraph.lab.bench.methods import Method
+from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.bench.training_runs import Plan, train_all
 from creditgraph.lab.evidence.declaration import Cell, Declaration, best_rate, rated, stem, widened
 from creditgraph.pipeline import ROOT
-from creditgraph.pipeline.app.credit.statistics import mean_sd
 
 AXES: tuple[Axis, ...] = ("tokens", "steps", "trained")
 PLACES = 5  # of kept accuracies; those of 500 problems need three

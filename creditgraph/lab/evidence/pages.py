@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.evidence.across import across_families
 from creditgraph.lab.evidence.declaration import Cell, Claim
 from creditgraph.lab.evidence.verdicts import Results, Verdict, collapsed, differences, few
 from creditgraph.lab.prediction.cells import read_cells
 from creditgraph.lab.prediction.study import repeatability_line, study, study_table
-from creditgraph.pipeline.app.credit.statistics import mean_sd
 from creditgraph.pipeline.app.progress import ACCURACY
 
 NOTHING = "Not measured yet."

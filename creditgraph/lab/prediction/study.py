@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from creditgraph.pipeline.app.credit.statistics import Floats, ranks
+from creditgraph.lab.bench.statistics import Floats, ranks
 from creditgraph.pipeline.app.text import markdown_table, visible
 from creditgraph.pipeline.core.errors import DataError
 from creditgraph.pipeline.core.streams import Stream, key_of

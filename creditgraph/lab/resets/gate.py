@@ -22,9 +22,9 @@ from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh, 
 from creditgraph.components.rollouts.rewards import finite_rewards
 from creditgraph.components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
 from creditgraph.components.sampler.failures import Split, parse_split
+from creditgraph.lab.bench.statistics import jackknife
 from creditgraph.lab.resets.simulation import Chains, choose_rows
 from creditgraph.pipeline.app.credit.sessions import samples_rollouts
-from creditgraph.pipeline.app.credit.statistics import jackknife
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.handles import Policy, Sampling, Verifier

@@ -13,8 +13,7 @@ import torch
 
 from creditgraph.components.rollouts.thoughts import has_oracle
 from creditgraph.pipeline.app.credit.sessions import CreditRun, learner_of, samples_rollouts, sampling_of
-from creditgraph.pipeline.app.credit.statistics import pearson
-from creditgraph.pipeline.app.credit.thought_credit import effective_credit, per_thought
+from creditgraph.pipeline.app.credit.thought_credit import effective_credit, own_tokens, pearson, per_thought
 from creditgraph.pipeline.app.credit.truth import Truth, thought_ends, true_values
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, MissingExtraError, RunError
 from creditgraph.pipeline.core.handles import Policy, Verifier
@@ -210,8 +209,9 @@ def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Te
     mask = credit.mask.select(rows)
     correlation = math.nan
     if truth is not None:
-        thoughts = per_thought(values, mask, trajectories.inherited[rows], truth)
-        correlation = pearson(thoughts.credit, thoughts.truth)
+        own = own_tokens(values, mask, trajectories.inherited[rows], truth)
+        means, kept = per_thought(values, own, truth)
+        correlation = pearson(means, truth.advantage.values[kept].numpy())
     return Column(name, note, values, mask, correlation)
 
 

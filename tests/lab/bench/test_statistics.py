@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from creditgraph.pipeline.app.credit.statistics import (
+from creditgraph.lab.bench.statistics import (
     jackknife,
     mean_sd,
     offset,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from creditgraph.pipeline.app.credit.thought_credit import Floats, pearson
 
 
 def ranks(x: Floats) -> Floats:
@@ -21,14 +21,6 @@ def ranks(x: Floats) -> Floats:
     last = np.cumsum(counts).astype(np.float64)
     shared: Floats = (last - (counts - 1) / 2)[place]
     return shared
-
-
-def pearson(x: Floats, y: Floats) -> float:
-    """Linear correlation; NaN where it is not defined (fewer than two points, or one side constant)."""
-    # A constant less its mean is not always exactly 0, so NumPy's own NaN cannot be relied on.
-    if len(x) < 2 or not np.ptp(x) or not np.ptp(y):
-        return math.nan
-    return float(np.corrcoef(x, y)[0, 1])
 
 
 def spearman(x: Floats, y: Floats) -> float:
