@@ -101,11 +101,11 @@ def gae(values, reward, lam, gamma=1.0):
     return [sum((gamma * lam) ** (j - k) * delta[j] for j in range(k, count)) for k in range(count)]
 
 
-def redistribution(values, reward, residual, sizes, sign, form):
+def redistribution(values, reward, sizes, sign, form):
     """Segment rewards and credit shares of one trajectory with at least one segment."""
     gains = [values[k + 1] - values[k] for k in range(len(sizes))]
     rest = reward - sum(gains)
-    parts = [g + rest / len(gains) for g in gains] if residual == "equal" else [*gains[:-1], gains[-1] + rest]
+    parts = [g + rest / len(gains) for g in gains]
     uniform = [n / max(sum(sizes), 1) for n in sizes]
     largest = max(abs(g) for g, n in zip(gains, sizes, strict=True) if n)
     gains = [sign * g / largest for g in gains]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from creditgraph.components.learner.head import plan_head
 from creditgraph.components.learner.hf.model import LearnerModel
 from creditgraph.components.learner.hf.node import HFNode
 from creditgraph.components.learner.hf.settings import HFSettings
@@ -63,10 +62,7 @@ class HFLearner(HFNode, PolicyLearner):
             slow_attention=self.config.compute.slow_attention,
             shards=shards,
         )
-        rows, width = model.get_output_embeddings().weight.shape
-        self.model.head_plan = plan_head(
-            self.config.compute, (rows, width), model.dtype, torch.device(context.device), context.all_sum
-        )
+        self.model.compute = self.config.compute
         self.optimizer = Optimizer(
             self.model.trainable(),
             self.config.optimizer,
