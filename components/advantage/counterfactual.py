@@ -1,7 +1,5 @@
 """Counterfactual credit: repairable failures earn a part of the reward, on the tokens that a repair changes (IBPO)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The outcome of loading a data section: counts, rejected rows, and the data card of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The settings of one data section: the source of the problems, and the columns to read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The base of all engines and their policy handles: counters, and checks of requests."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Base of the engines vLLM and SGLang, which load the model themselves, in servers or in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -1,7 +1,5 @@
 """A calculator: calls in a response are answered, and a response without one is the answer."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -6,8 +6,6 @@ Every draw is keyed by the prompt and the place of the branch in its tree, so a 
 other prompts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from bisect import bisect_left

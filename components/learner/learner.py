@@ -1,7 +1,5 @@
 """The base component of every learner: a rollout batch in, a report, new weights and log-probs out."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

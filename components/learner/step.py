@@ -1,7 +1,5 @@
 """All optimiser steps on one rollout batch: denominators, loss, metrics. A `Backend` computes the passes."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections import Counter

@@ -1,7 +1,5 @@
 """Segments that begin where the policy was least certain."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

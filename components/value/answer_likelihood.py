@@ -1,7 +1,5 @@
 """The value of a state as the probability of reference answers or solutions after it, without generation (RREDCoT)."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Answers of one letter or word: multiple choice, and yes or no."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from string import ascii_uppercase

@@ -1,7 +1,5 @@
 """Exact match of the extracted answer."""
 
-from __future__ import annotations
-
 from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 
 

@@ -1,7 +1,5 @@
 """Reads answers or checks formats by a regular expression."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An objective on the log-probs of another trainer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

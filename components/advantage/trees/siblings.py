@@ -1,7 +1,5 @@
 """Sibling advantages of tree nodes (SPO-Tree)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any

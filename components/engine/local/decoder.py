@@ -1,7 +1,5 @@
 """The interface of a model for generation and scoring, and an implementation through transformers' own forward."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol

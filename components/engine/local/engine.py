@@ -1,7 +1,5 @@
 """`engine.local`: sampling and scoring in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What nodes that train a transformers model share: loading it whole or sharded, and their part of a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The backend of `learner.megatron`: this rank's part of a model, and megatron-core's optimiser of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext

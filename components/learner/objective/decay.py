@@ -1,7 +1,5 @@
 """Decayed sums over the tokens of each row, the linear part of eligibility traces: numbers in, numbers out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol

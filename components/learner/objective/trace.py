@@ -37,8 +37,6 @@ Distance: tokens inside a response that are not trained on (an inserted text, sa
 t − k, so that they let it decay.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

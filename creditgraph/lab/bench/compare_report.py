@@ -1,7 +1,5 @@
 """The table and the figure of creditgraph compare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

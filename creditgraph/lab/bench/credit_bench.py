@@ -1,7 +1,5 @@
 """The logic of `creditgraph creditbench`: the credit of many methods beside true values, at one state of the policy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Statistics of credit and truth, on NumPy arrays; one entry per thought unless noted otherwise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

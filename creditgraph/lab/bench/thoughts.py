@@ -1,7 +1,5 @@
 """Credit per thought beside the true advantage, and the numbers that compare them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ of gains on the ranks of scores; both are tested on the other half, and then the
 methods, directions being those of the fit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Checks that a method of ours fails by its definition, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of what a loss does with extreme ratios, and where its clip begins."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from creditgraph.pipeline.app.audit.checks import Finding, passed, skipped

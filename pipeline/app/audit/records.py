@@ -1,7 +1,5 @@
 """Recorded credit: a run of ours, a Parquet file with named columns, or a rollout trace; no code is called."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

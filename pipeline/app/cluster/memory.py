@@ -4,8 +4,6 @@ It counts bytes from the model's shape (components/models/shape.py); nothing is 
 2205.05198 (attention scores are never stored), adapted to grouped queries and gated MLPs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal

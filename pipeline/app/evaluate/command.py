@@ -1,7 +1,5 @@
 """`creditgraph eval … suite=NAME`: evaluates every subject on every task of a suite."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -3,8 +3,6 @@
 Memory grows only with the evaluation sets, because training rows are read once and dropped.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence

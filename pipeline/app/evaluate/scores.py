@@ -1,7 +1,5 @@
 """Metrics of each task with intervals, means over tasks, and paired differences of two subjects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

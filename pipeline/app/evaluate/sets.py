@@ -1,7 +1,5 @@
 """Evaluation sets: data files of the configuration, read as the problems of a task."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluation suites: tasks, and the sampling of their responses. Each is one YAML file in configs/suite."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

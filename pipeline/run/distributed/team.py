@@ -7,8 +7,6 @@ There is no separate control plane: ranks agree through collectives at the same 
     srun --ntasks 2 creditgraph train recipe=toy_grpo
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping
