@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from creditgraph.components.learner.backend import Backend
 from creditgraph.components.learner.metrics import LEARNER_METRICS, Guard
 from creditgraph.components.learner.objective import shipped_metrics
 from creditgraph.components.learner.packing.pack import pack
 from creditgraph.components.learner.settings import LearnerSettings
-from creditgraph.components.learner.step import Backend, RolloutTraining
+from creditgraph.components.learner.step import RolloutTraining
 from creditgraph.components.models.fixed_sequence import fixed_tokens
 from creditgraph.components.models.gpus import own_kind
 from creditgraph.components.models.load import load_config

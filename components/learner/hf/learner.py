@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.components.learner.backend import Backend, LossOf
 from creditgraph.components.learner.hf.model import LearnerModel
 from creditgraph.components.learner.hf.node import HFNode
 from creditgraph.components.learner.hf.settings import HFSettings
@@ -17,7 +18,6 @@ from creditgraph.components.learner.hf.sharding import Sharding
 from creditgraph.components.learner.learner import PolicyLearner
 from creditgraph.components.learner.optimizer import Optimizer, Update
 from creditgraph.components.learner.packing.pack import PackedBatch, filler
-from creditgraph.components.learner.step import Backend, LossOf
 from creditgraph.pipeline.core.component import Context, identity_sum
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Weights

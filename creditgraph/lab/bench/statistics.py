@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from creditgraph.pipeline.app.credit.thought_credit import Floats, pearson
+from creditgraph.pipeline.app.credit.thought_credit import pearson
+
+Floats = NDArray[np.float64]
 
 
 def ranks(x: Floats) -> Floats:
