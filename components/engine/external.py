@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from creditgraph.components.engine.base import Engine, EnginePolicy, Outputs
+from creditgraph.components.engine.base import Engine, EnginePolicy, Outputs, Serving
 from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, group_of
 from creditgraph.components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
 from creditgraph.components.engine.rows import Rows
@@ -138,6 +138,19 @@ class ExternalEngine(Engine):
         needed: int = config.servers * config.tensor_parallel
         several = world > 1 or not config.served or torch.cuda.device_count() <= needed
         return config.sleep == "always" or several
+
+    @classmethod
+    def serving(cls, config: Any) -> Serving:
+        """Weights and cache take a share of each GPU, or the cache the size that is set."""
+        cache = getattr(config, "kv_cache_gb", 0.0) * 1e9
+        return Serving(
+            tensor=config.tensor_parallel,
+            rows=config.max_rows,
+            share=0.0 if cache else getattr(config, "gpu_memory", 0.5),
+            cache_bytes=cache,
+            sleeps=config.sleep != "never",
+            elsewhere=config.elsewhere,
+        )
 
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:
