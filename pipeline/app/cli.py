@@ -28,6 +28,7 @@ from creditgraph.pipeline.app.commands import (
     eval,
     export,
     graph,
+    new,
     replay,
     report,
     runs,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, Command] = {
     "train": train,
     "graph": graph,
     "components": components,
+    "new": new,
     "check": check,
     "audit": audit,
     "replay": replay,
@@ -141,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands=_lines(COMMANDS), added=_lines(added_commands())))
         return 0
     if name == "--version":
-        print(f"creditgraph {_version()}")
+        print(f"creditgraph {version_text()}")
         return 0
     known = COMMANDS if name in COMMANDS else added_commands()
     if name not in known:
@@ -195,7 +197,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _version() -> str:
+def version_text() -> str:
     """The version of the installed package, with its commit in a checkout."""
     import subprocess
     from importlib.metadata import PackageNotFoundError, version
