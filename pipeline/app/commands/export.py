@@ -94,9 +94,9 @@ def model_card(run: Path, version: int, base: str) -> str:
     """A model card: how the weights were made, from files of the run directory alone."""
     import yaml
 
-    from creditgraph.pipeline.app.cli import version_text
     from creditgraph.pipeline.app.overview import rows_of, text_of
     from creditgraph.pipeline.app.text import visible
+    from creditgraph.pipeline.app.version import version_text
 
     (row,) = rows_of([run])
     head: dict[str, object] = {"library_name": "transformers", "tags": ["creditgraph", "reinforcement-learning"]}
