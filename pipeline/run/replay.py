@@ -14,15 +14,11 @@ from creditgraph.pipeline.core.payloads import Weights
 from creditgraph.pipeline.core.settings import build_config
 from creditgraph.pipeline.core.sockets import Wire
 from creditgraph.pipeline.run import checkpoint
-from creditgraph.pipeline.run.compose.choices import read_yaml
-from creditgraph.pipeline.run.compose.experiment import build_experiment
+from creditgraph.pipeline.run.compose.experiment import build_experiment, settings_of_run
 from creditgraph.pipeline.run.compose.overrides import deep_merge
-from creditgraph.pipeline.run.compose.secrets import from_environment
 from creditgraph.pipeline.run.node_runner import NodeRunner, initial_value, set_origin
 from creditgraph.pipeline.run.recording import read_payload, recorded_iterations, recorded_sums
-from creditgraph.pipeline.run.run_directory import check_run
 from creditgraph.pipeline.run.session import GraphSession
-from creditgraph.pipeline.run.trust import check_trusted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +44,8 @@ class Replay(GraphSession):
     """
 
     def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
-        check_run(path)
-        config = path / "config.yaml"
-        values = read_yaml(config)
-        check_trusted(path, values)
-        values = from_environment(values, str(config))
-        super().__init__(build_experiment(deep_merge(values, dict(changes or {})), str(config)))
+        values = deep_merge(settings_of_run(path), dict(changes or {}))
+        super().__init__(build_experiment(values, str(path / "config.yaml")))
         self.path = path
 
     def again(

@@ -25,13 +25,11 @@ from creditgraph.pipeline.core.settings import build_config
 from creditgraph.pipeline.core.sockets import sockets_of
 from creditgraph.pipeline.run.checkpoint import numbered, read_manifest
 from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
-from creditgraph.pipeline.run.compose.experiment import graph_dict
+from creditgraph.pipeline.run.compose.experiment import graph_dict, settings_of_run
 from creditgraph.pipeline.run.compose.overrides import deep_merge
-from creditgraph.pipeline.run.compose.secrets import from_environment
 from creditgraph.pipeline.run.replay import published
-from creditgraph.pipeline.run.run_directory import check_run, lock_holder
+from creditgraph.pipeline.run.run_directory import lock_holder
 from creditgraph.pipeline.run.run_settings import resolve_device
-from creditgraph.pipeline.run.trust import check_trusted
 
 _EDGE = 1 << 20  # bytes at each end of a weight file that its fingerprint reads
 
@@ -96,12 +94,8 @@ def open_run_subject(path: Path, request: Request, dirs: Sequence[Path]) -> Subj
     Raises:
         RunError: there is no such run or checkpoint, or the run is still training and no number was given.
     """
-    check_run(path)
-    config = path / "config.yaml"
-    values = read_yaml(config)
-    check_trusted(path, values)
-    values = from_environment(values, str(config))
-    spec = _model({**(values.get("model") or {}), **request.changed("model")}, str(config))
+    values = settings_of_run(path)
+    spec = _model({**(values.get("model") or {}), **request.changed("model")}, str(path / "config.yaml"))
     run = values.get("run") or {}
     return Subject(
         name=path.resolve().name,

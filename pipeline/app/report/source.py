@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from creditgraph.pipeline.core.errors import CreditgraphError, RunError, did_you_mean, ranges
+from creditgraph.pipeline.app.overview import find_runs
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError, ranges
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.run.metrics import read_lines, read_metrics, unreadable_lines
 from creditgraph.pipeline.run.recording import KEY, from_arrow, read_table, recorded_sums
@@ -120,16 +121,10 @@ def read_run(path: Path) -> RunSource:
     """Looks through a run directory.
 
     Raises:
-        RunError: there is no such folder, or nothing in it is of a run.
+        RunError: there is no such folder, or it is not that of one run.
     """
-    if not path.is_dir():
-        near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        raise RunError(f"{path}: no such run directory.{did_you_mean(path.name, near) if near else ''}")
-    if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "record")):
-        raise RunError(
-            f"{path}: not a run (no config.yaml, metrics.jsonl or record/); expected a folder that `creditgraph train` "
-            "wrote."
-        )
+    if (found := find_runs(path)) != [path]:
+        raise RunError(f"{path}: a folder of {len(found)} runs; expected one of them, such as {found[0]}.")
     run = RunSource(path)
     run.config = _guarded(run, "config.yaml", lambda p: _mapping(yaml.safe_load(_text(p)))) or {}
     run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []

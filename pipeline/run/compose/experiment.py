@@ -34,7 +34,9 @@ from creditgraph.pipeline.run.compose.checks import (
 )
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
 from creditgraph.pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
-from creditgraph.pipeline.run.compose.secrets import public, remember_sources
+from creditgraph.pipeline.run.compose.secrets import from_environment, public, remember_sources
+from creditgraph.pipeline.run.run_directory import check_run
+from creditgraph.pipeline.run.trust import check_trusted
 
 if TYPE_CHECKING:
     from creditgraph.pipeline.core.component import ModelSpec
@@ -193,6 +195,21 @@ def _use_verifier_of_data(nodes: dict[str, Any], values: Mapping[str, Any]) -> N
 def _is_unused(section: str, settings: Any) -> bool:
     """Whether a section is only the default choice of a group, which a graph without that node ignores."""
     return section in GROUPS_IN_DEFAULTS and isinstance(settings, dict) and set(settings) <= {"use"}
+
+
+def settings_of_run(path: Path) -> dict[str, Any]:
+    """The configuration of a run, with the variables of the environment that it names, to build its graph from.
+
+    Raises:
+        RunError: there is no run, or its code may not be loaded; see `creditgraph.pipeline.run.trust`.
+        ConfigError: config.yaml is damaged, or a variable is not set.
+    """
+    check_run(path)
+    config = path / "config.yaml"
+    values = read_yaml(config)
+    check_trusted(path, values)
+    settings: dict[str, Any] = from_environment(values, str(config))
+    return settings
 
 
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:

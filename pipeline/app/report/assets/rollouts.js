@@ -257,6 +257,9 @@
     return el("details", { open: family.length <= 40 }, el("summary", {}, `${family.length} responses to this prompt in this iteration`), el("ul", { class: "tree" }, roots.map(j => node(j, 0))));
   }
 
+  /** Whether a response continues another one, or is continued: its tree then comes first. */
+  const reset = i => c.parent[i] >= 0 || c.parent.some(p => p === i);
+
   function detail(i) {
     const scroll = window.scrollY, why = data.texts[c.why[i]];
     $("detail").replaceChildren(
@@ -264,13 +267,29 @@
       el("p", {}, outcome(i)),
       el("details", {}, el("summary", {}, "more about it"), el("dl", {}, facts(i).map(([k, v]) => [el("dt", {}, k), el("dd", {}, visible(v))]).flat())),
       el("h4", {}, "Why it has this credit"),
-      why ? el("div", { class: "why", tabindex: "0", role: "group", "aria-label": "why it has this credit" }, visible(why).replaceAll("⏎\n", "\n")) : el("p", { class: "note" }, "Its credit is not recorded, or the component that gave it does not say why (Component.explain)."),
+      why ? el("div", { class: "why", tabindex: "0", role: "group", "aria-label": "why it has this credit" }, visible(why).replaceAll("⏎\n", "\n")) : el("p", { class: "note" }, c.parent.some(p => p === i) ? "Responses below continue it from an earlier token; it is not trained on itself." : "Its credit is not recorded, or the component that gave it does not say why (Component.explain)."),
       ...report.turns(store, i),
+      ...(reset(i) ? [el("h4", {}, "Resets and siblings"), tree(i)] : []),
       el("h4", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "prompt" }, visible(data.texts[c.prompt[i]])),
       el("h4", {}, "Response"), ...(c.text[i] >= 0 ? [el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "recorded text" }, visible(data.texts[c.text[i]]))] : []),
-      ...tokenBox(i), el("h4", {}, "Credit (blue raises a token, orange lowers it) and values along the response"), creditStrip(i), valueStrip(i), el("h4", {}, "Resets and siblings"), tree(i));
+      ...tokenBox(i), el("h4", {}, "Credit (blue raises a token, orange lowers it) and values along the response"), creditStrip(i), valueStrip(i), ...(reset(i) ? [] : [el("h4", {}, "Siblings"), tree(i)]));
     report.answers(store, i);
     window.scrollTo({ top: scroll });
+  }
+
+  /** The rollout to open first: a failure whose resets differ in reward, else a wrong response whose credit varies. */
+  function story() {
+    const mixed = new Map();
+    for (let j = 0; j < c.run.length; j++) if (c.parent[j] >= 0) mixed.set(c.parent[j], (mixed.get(c.parent[j]) || new Set()).add(c.reward[j]));
+    const varies = i => {
+      let low = Infinity, high = -Infinity;
+      for (let t = c.offset[i]; t < c.offset[i + 1]; t++) if (c.flags[t] & TRAINED) { low = Math.min(low, c.credit[t]); high = Math.max(high, c.credit[t]); }
+      return high > low;
+    };
+    const rank = i => (mixed.has(i) && mixed.get(i).size > 1 ? 3 : verdict(i) !== "wrong" || !size[i] ? 0 : c.credit && varies(i) ? 2 : 1);
+    let best = rows[0], most = -1;
+    for (const i of rows) { const k = rank(i); if (k > most) { most = k; best = i; } if (k === 3) break; }
+    return best;
   }
 
   function clear() {
@@ -302,7 +321,7 @@
     $("list").addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
     $("list").addEventListener("keydown", keys);
     filter();
-    if (!follow()) choose(rows[0], false);
+    if (!follow()) choose(story());
     $("rollouts").dataset.ready = "true";
   };
 })();
