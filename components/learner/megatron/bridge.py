@@ -21,7 +21,7 @@ from creditgraph.components.learner.megatron.attention import (
     RMSNorm,
 )
 from creditgraph.components.learner.megatron.families import FAMILIES
-from creditgraph.components.learner.megatron.layers import Parts
+from creditgraph.components.learner.megatron.layers.parts import Parts
 from creditgraph.components.learner.megatron.weights import whole_shapes
 
 # The padded vocabulary is a multiple of this times the tensor-parallel ranks: whole tiles for tensor cores.

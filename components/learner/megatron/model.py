@@ -20,7 +20,7 @@ from creditgraph.components.learner.megatron.attention import PackedParams, Rank
 from creditgraph.components.learner.megatron.bridge import build_chunks, make_bridge
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 from creditgraph.components.learner.megatron.experts import local_expert
-from creditgraph.components.learner.megatron.layers import LOCAL, chosen_parts
+from creditgraph.components.learner.megatron.layers.parts import LOCAL, chosen_parts
 from creditgraph.components.learner.megatron.lora import Adapters, check_lora
 from creditgraph.components.learner.megatron.parallel import check_layout
 from creditgraph.components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute, fusions

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from creditgraph.components.learner.megatron.layers import Parts
+from creditgraph.components.learner.megatron.layers.parts import Parts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from creditgraph.components.learner.megatron.families.family import Family
-from creditgraph.components.learner.megatron.layers import Parts
+from creditgraph.components.learner.megatron.layers.parts import Parts
 
 LAYER = "model.layers.{layer_number}."
 

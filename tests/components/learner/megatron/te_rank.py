@@ -56,7 +56,7 @@ def main(rank: int, size: int, port: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
     from creditgraph.components.learner.megatron import cpu, model
-    from creditgraph.components.learner.megatron.layers import transformer_engine_parts
+    from creditgraph.components.learner.megatron.layers.parts import transformer_engine_parts
 
     model.chosen_parts = lambda settings, device: transformer_engine_parts()
     # The redirected calls are TransformerEngine's too, whose optimizer makes a tensor on the GPU.

@@ -22,7 +22,7 @@ def libraries() -> None:
 
 @pytest.fixture
 def parts() -> Any:
-    from creditgraph.components.learner.megatron import layers as parts
+    from creditgraph.components.learner.megatron.layers import parts
 
     return parts
 
