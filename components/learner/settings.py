@@ -18,20 +18,16 @@ class Compute:
     models that do not support packed sequences, whose rows are then computed one by one without shared prefixes;
     otherwise these are errors. No effect on a CPU, which has no flash kernels"""
     head_chunk: int = 0
-    """tokens whose logits exist at a time: more are faster up to a point, and take memory; 0: as many as make 512 MiB
-    of logits on a GPU, 64 MiB on a CPU"""
-    head_precision: Literal["model", "float32"] = "float32"
-    """products with a 16-bit output head: float32, kept, so that log-probs and gradients do not depend on the chunk;
-    model, rounded to the model's dtype, which may be faster"""
+    """tokens whose logits exist at a time: more are faster up to a point, and take memory; 0 chooses, on a GPU by
+    measurement"""
+    head_precision: Literal["auto", "model", "float32"] = "auto"
+    """products with a 16-bit output head: model, rounded to the model's dtype; float32, kept, so that log-probs and
+    gradients do not depend on the chunk; auto, on a GPU float32 unless measured to cost over 10 % more, elsewhere
+    model"""
 
     def __post_init__(self) -> None:
         if self.head_chunk < 0:
             raise ValueError(f"expected head_chunk ≥ 0 (0 chooses), got {self.head_chunk}.")
-
-    @property
-    def head(self) -> tuple[int, bool]:
-        """`chunk` and `wide` of `token_logprobs`."""
-        return self.head_chunk, self.head_precision == "float32"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -285,11 +285,20 @@ STARTS: list[tuple[str, str]] = [
 ]
 
 # A recipe's text → sentence.
+_MANY = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
 FILES: dict[str, tuple[str, str]] = {
     "itself": ("defaults: [itself]\n", "… nested without end; expected files that do not include themselves, …"),
     "nested": (
         f"defaults: [toy_grpo]\nsampler: {'{a: ' * 300}1{'}' * 300}\n",
         "… nested without end; expected files that do not include themselves, and settings that are nested less …",
+    ),
+    "bomb": (
+        f"defaults: [toy_grpo]\nsampler:\n  a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n{_MANY}",
+        "…/bomb.yaml: its aliases (*name) expand to 1.23e+10 values; expected at most 100,000.",
+    ),
+    "circle": (
+        "defaults: [toy_grpo]\nsampler: {a: &a [1, *a]}\n",
+        "…/circle.yaml: its aliases (*name) expand without end; expected at most 100,000.",
     ),
     "open": ("defaults: [toy_grpo]\nsampler: {a: 1\n", "…/open.yaml, line …: no YAML: …"),
     "list": ("- 1\n- 2\n", "…"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.learner.backend import Backend, LossOf
+from creditgraph.components.learner.head import plan_head
 from creditgraph.components.learner.hf.model import LearnerModel
 from creditgraph.components.learner.hf.node import HFNode
 from creditgraph.components.learner.hf.settings import HFSettings
@@ -62,7 +63,10 @@ class HFLearner(HFNode, PolicyLearner):
             slow_attention=self.config.compute.slow_attention,
             shards=shards,
         )
-        self.model.compute = self.config.compute
+        rows, width = model.get_output_embeddings().weight.shape
+        self.model.head_plan = plan_head(
+            self.config.compute, (rows, width), model.dtype, torch.device(context.device), context.all_sum
+        )
         self.optimizer = Optimizer(
             self.model.trainable(),
             self.config.optimizer,

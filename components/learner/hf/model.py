@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from creditgraph.components.learner.dtensors import gather
+from creditgraph.components.learner.head import HeadPlan
 from creditgraph.components.learner.hf.settings import Recompute
 from creditgraph.components.learner.hf.sharding import ADAPTED, Entry, Sharding, gathered, unit_of, without_memory
 from creditgraph.components.learner.logprobs import Head, token_logprobs
@@ -18,7 +19,6 @@ from creditgraph.components.learner.lora import ALL_LINEAR, Lora, initial_a
 from creditgraph.components.learner.packing.attention import register
 from creditgraph.components.learner.packing.flash import check_fast, obstacle
 from creditgraph.components.learner.packing.pack import PackedBatch, pack
-from creditgraph.components.learner.settings import Compute
 from creditgraph.components.models.experts import unstack
 from creditgraph.pipeline.core.errors import ConfigError, extra
 from creditgraph.pipeline.core.jagged import Jagged
@@ -41,7 +41,7 @@ class LearnerModel:
 
     Attributes:
         packs: whether the model takes packed sequences.
-        compute: chunks and precision of the output head.
+        head_plan: chunks and precision of the output head.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LearnerModel:
             self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
-        self.compute = Compute()
+        self.head_plan = HeadPlan()
         if not lora.rank:
             model.requires_grad_(True)
         self._entry = _entry(model, shards, trained=not lora.rank)
@@ -111,7 +111,7 @@ class LearnerModel:
         _check_logits(self._entry)
 
     def _score(self, entry: Entry, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
-        return batch.by_row(*entry.run(_scores, batch, temperature, self.packs, self.compute))
+        return batch.by_row(*entry.run(_scores, batch, temperature, self.packs, self.head_plan))
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,9 +164,9 @@ def _entry(model: Any, shards: tuple[Sharding, str] | None, trained: bool) -> En
     return sharding.shard(model, path, dtype if trained and dtype != torch.float32 else None)
 
 
-def _scores(model: Any, batch: PackedBatch, temperature: float, packs: bool, compute: Compute) -> tuple[Tensor, Tensor]:
+def _scores(model: Any, batch: PackedBatch, temperature: float, packs: bool, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     chosen = batch.predicting(hidden_states(model, batch, packs))
-    return token_logprobs(chosen, batch.next_tokens, Head.of(model), temperature, *compute.head)
+    return token_logprobs(chosen, batch.next_tokens, Head.of(model), temperature, plan.chunk, plan.wide)
 
 
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:

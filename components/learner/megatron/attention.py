@@ -191,6 +191,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             scaling=self.scale,
             sliding_window=self.window,
             packed=layout,
+            kernel=self.config.attention_kernel,
             recomputed=self.config.recompute_granularity is not None,
         )
         return out.transpose(0, 1).flatten(2)

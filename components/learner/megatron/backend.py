@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.learner.backend import Backend, LossOf
+from creditgraph.components.learner.head import plan_head
 from creditgraph.components.learner.megatron.checkpoint import ShardWriter, load_shards, save_shards
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+from creditgraph.components.learner.megatron.layers.attention import choose_kernel
 from creditgraph.components.learner.megatron.model import MegatronModel
 from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer, data_parallel, finalize_gradients
 from creditgraph.components.learner.megatron.parallel import init_parallel
@@ -22,6 +24,7 @@ from creditgraph.components.learner.megatron.schedule import (
     mean_and_maximum,
     objects_from_last_stage,
     run_schedule,
+    sum_over_ranks,
 )
 from creditgraph.components.learner.megatron.settings import MegatronSettings
 from creditgraph.components.learner.objective import Meters
@@ -49,9 +52,7 @@ class MegatronBackend(Backend):
             self.model = self._load(config)
             # Without its adapters a model is the initial one.
             self.reference = self._load(config) if config.keeps_reference and not config.lora.rank else None
-            self._check_attention(config)
-            for model in filter(None, (self.model, self.reference)):
-                model.compute = config.compute
+            self._choose_kernels(config)
             settings = self.model.transformer_config
             settings.finalize_model_grads_func = finalize_gradients
             self._clock = settings.timers = ComputeClock(context.device)
@@ -68,13 +69,23 @@ class MegatronBackend(Backend):
         self._computed = 0.0
         self._passed = 0.0
 
-    def _check_attention(self, config: MegatronSettings) -> None:
-        """ConfigError for slow attention on a GPU unless `slow_attention`."""
+    def _choose_kernels(self, config: MegatronSettings) -> None:
+        """Attention and head of the models; ConfigError for slow attention on a GPU unless `slow_attention`."""
         shape = self.model.transformer_config
         device, dtype = torch.device(self.context.device), shape.params_dtype
         if device.type == "cuda":
             reasons = (obstacle(device, dtype, shape.kv_channels, window) for window in shape.attention_windows)
             check_fast(next(filter(None, reasons), ""), config.compute.slow_attention)
+        tensor = config.tensor_parallel
+        heads = (shape.num_attention_heads // tensor, max(shape.num_query_groups // tensor, 1), shape.kv_channels)
+        # A context-parallel rank's queries have more keys than queries: no plain rows.
+        setting = config.layers.attention if config.context_parallel == 1 else "torch"
+        kernel = choose_kernel(setting, heads, config.micro_batch_tokens, dtype, device, sum_over_ranks)
+        rows = self.model.bridge.padded_vocab_size // tensor
+        plan = plan_head(config.compute, (rows, shape.hidden_size), dtype, device, sum_over_ranks)
+        for model in filter(None, (self.model, self.reference)):
+            model.transformer_config.attention_kernel = kernel
+            model.head_plan = plan
 
     def _load(self, config: MegatronSettings) -> MegatronModel:
         spec = self.context.model

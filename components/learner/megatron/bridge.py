@@ -80,6 +80,7 @@ def _set_attention(bridge: Any, config: Any) -> None:
     layers = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
     bridge.config.rope_slots = [kinds.index(kind) if kind in kinds else 0 for kind in layers]
     bridge.config.rope_attention_scalings = [scalings[slot] for slot in bridge.config.rope_slots]
+    bridge.config.attention_kernel = None  # torch's; see layers/attention.py
     bridge.config.attention_windows = [
         config.sliding_window if kind == "sliding_attention" else None for kind in layers
     ]

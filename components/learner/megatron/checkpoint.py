@@ -118,6 +118,7 @@ def _names(chunks: Sequence[nn.Module]) -> list[str]:
 
 def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
     metadata = METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    # Extra state holds the scales of 8-bit products with fp8.recipe: delayed.
     model: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for name, chunk in zip(_names(chunks), chunks, strict=True)

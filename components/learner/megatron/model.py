@@ -14,19 +14,20 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from creditgraph.components.learner.head import HeadPlan
 from creditgraph.components.learner.logprobs import Head, VocabShard, token_logprobs
 from creditgraph.components.learner.lora import Lora
 from creditgraph.components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from creditgraph.components.learner.megatron.bridge import build_chunks, make_bridge
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 from creditgraph.components.learner.megatron.experts import local_expert
+from creditgraph.components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
 from creditgraph.components.learner.megatron.layers.parts import LOCAL, chosen_parts
 from creditgraph.components.learner.megatron.lora import Adapters, check_lora
 from creditgraph.components.learner.megatron.parallel import check_layout
 from creditgraph.components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute, fusions
 from creditgraph.components.learner.megatron.weights import check_files, fill, gather, parts, read
 from creditgraph.components.learner.packing.pack import PackedBatch
-from creditgraph.components.learner.settings import Compute
 from creditgraph.components.models.load import load_config
 from creditgraph.components.models.weights import tensor_files
 from creditgraph.pipeline.core.component import ModelSpec
@@ -50,17 +51,18 @@ class MegatronModel:
         transformer_config: megatron-core's TransformerConfig.
         vocab_size: true vocabulary; the embedding is padded beyond it.
         layout: how the model is sharded.
-        compute: chunks and precision of the output head.
+        head_plan: chunks and precision of the output head.
         adapters: the adapters, if it has any.
     """
 
-    def __init__(self, layout: ParallelLayout, bridge: Any, chunks: list[Any]) -> None:
+    def __init__(self, layout: ParallelLayout, bridge: Any, chunks: list[Any], token_multiple: int = 1) -> None:
         self.layout = layout
+        self._token_multiple = token_multiple
         self.bridge = bridge
         self.chunks = chunks
         self.transformer_config = bridge.config
         self.vocab_size: int = bridge.vocab_size
-        self.compute = Compute()
+        self.head_plan = HeadPlan()
         self.adapters: Adapters | None = None
         # With virtual stages each chunk requests the same batch again.
         self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
@@ -97,6 +99,7 @@ class MegatronModel:
         adapts = lora is not None and lora.rank > 0
         # Adapters need norms of their own, which TransformerEngine fuses with the next matrix.
         of_library = LOCAL if adapts else chosen_parts(layers, device)
+        check_fp8(layers.fp8, of_library, dtype, layout, hf_config)
         settings = {
             "sequence_parallel": layout.sequence_parallel,
             "use_cpu_initialization": device.type == "cpu",
@@ -112,6 +115,7 @@ class MegatronModel:
             # The interleaved schedule frees an output before its asynchronous send has completed.
             "deallocate_pipeline_outputs": layout.virtual_pipeline == 1,
             **fusions(device.type),
+            **fp8_fields(layers.fp8),
             **(transformer or {}),
         }
         with megatron_on_cpu():
@@ -122,7 +126,7 @@ class MegatronModel:
             for chunk in chunks:
                 chunk.to(device)
                 _mark(chunk)
-        return MegatronModel(layout, bridge, chunks)
+        return MegatronModel(layout, bridge, chunks, layers.fp8.token_multiple)
 
     def load(self, path: str) -> None:
         """Reads this rank's part of a safetensors checkpoint, one tensor at a time.
@@ -166,6 +170,7 @@ class MegatronModel:
         """The input of this rank's chunks for a batch."""
         if batch not in self._inputs:
             shares = self.layout.tensor_parallel if self.layout.sequence_parallel else 1
+            shares *= self._token_multiple  # 8-bit products need whole tiles of tokens
             self._inputs[batch] = prepare(batch, shares, self.layout.context_parallel, self.bridge.mpu.cp_rank)
         return self._inputs[batch]
 
@@ -214,7 +219,8 @@ class MegatronModel:
             return batch.by_row(*self._token_logprobs(chosen, batch.next_tokens, temperature))
 
     def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden, targets, self._head(), temperature, *self.compute.head)
+        plan = self.head_plan
+        return token_logprobs(hidden, targets, self._head(), temperature, plan.chunk, plan.wide)
 
     def _of_all_contexts(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of all pairs, each computed by the context-parallel rank whose token predicts it."""

@@ -128,6 +128,13 @@ def mean_and_maximum(value: float) -> tuple[float, float]:
     return float(total) / dist.get_world_size(), float(largest)
 
 
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """A CPU tensor summed over all ranks of the run."""
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
+
+
 class ComputeClock:
     """Replaces the timers of megatron-core's schedules: adds up the forward and backward passes of this rank.
 

@@ -10,6 +10,7 @@ from creditgraph.pipeline.core.errors import extra
 from creditgraph.pipeline.core.settings import SettingsError, check_fields
 
 Recompute = Literal["none", "selective", "full"]
+Kernel = Literal["auto", "torch", "flash", "cudnn"]
 
 # What determines fields of TransformerConfig and DistributedDataParallelConfig (names, or patterns) that no user sets.
 OWN_TRANSFORMER = {
@@ -24,15 +25,14 @@ OWN_TRANSFORMER = {
     "hybrid_context_parallel pipeline_model_parallel_layout num_layers_in_* account_for_* max_seqlen_per_dp_cp_rank "
     "deallocate_pipeline_outputs",
     "learner.recompute": "recompute_* distribute_saved_activations",
-    "learner.layers": "moe_grouped_gemm moe_permute_fusion",
+    "learner.layers": "fp8 fp8_recipe fp8_wgrad tp_only_amax_red moe_grouped_gemm moe_permute_fusion",
     "model.dtype": "fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast",
     "learner.megatron itself": "perform_initialization use_cpu_initialization *init_method* timers *_sync_func "
     "finalize_model_grads_func grad_scale_func calculate_per_token_loss variable_seq_lengths masked_softmax_fusion "
     "attention_backend transformer_impl cp_comm_type tp_comm_* overlap_p2p_comm batch_p2p_comm cross_entropy_* "
     "defer_embedding_wgrad_compute wgrad_deferral_limit *cuda_graph* init_model_with_meta_device quant_recipe "
     "inference_* use_inference_* flash_decode test_mode use_te_rng_tracker moe_token_dispatcher_type "
-    "moe_router_pre_softmax moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff fp8* "
-    "tp_only_amax_red _*",
+    "moe_router_pre_softmax moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff _*",
 }
 OWN_DDP = {
     "learner.distributed_optimizer": "use_distributed_optimizer num_distributed_optimizer_instances",
@@ -121,12 +121,34 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """Matrix products in 8 bits, by TransformerEngine; parameters, attention and output head stay as they are."""
+
+    recipe: Literal["off", "delayed", "tensorwise", "blockwise", "mxfp8"] = "off"
+    """how tensors are scaled to 8 bits: delayed, one factor per tensor, from earlier steps; tensorwise, one per tensor,
+    from itself; blockwise, one per 128 numbers or 128 × 128 weights (Hopper); mxfp8, one per 32 numbers (Blackwell)"""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: e4m3 forward, e5m2 with its larger range for gradients; e4m3: for both"""
+
+    @property
+    def token_multiple(self) -> int:
+        """Tokens, and widths of matrices, come in multiples of this: one block, or the tile of an 8-bit product."""
+        return {"off": 1, "blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """The library that computes the layers of the model."""
+    """The library that computes the layers of the model, and its precision."""
 
     library: Literal["auto", "local", "transformer_engine"] = "auto"
     """matrices and norms: local, megatron-core's own; transformer_engine, its fused norms and matrices, on GPUs; auto,
     TransformerEngine on a GPU where it is installed"""
+    attention: Kernel = "auto"
+    """kernel of plain packed rows on a GPU: torch, its flash attention; flash and cudnn, TransformerEngine's
+    FlashAttention (version 3 where installed) and cuDNN; auto, the fastest of those that are installed, measured at the
+    start. Rows with shared prefixes or windows, and context parallel, have torch's"""
+    fp8: Fp8 = field(default_factory=Fp8)
+    """matrix products in 8 bits, with TransformerEngine's layers on GPUs of compute capability 8.9 and newer"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +156,7 @@ class MegatronSettings(LearnerSettings, ParallelLayout):
     """Settings of `learner.megatron`: those of every learner, how the model is sharded, and what its layers are."""
 
     layers: LayerSettings = field(default_factory=LayerSettings)
-    """library of the layers"""
+    """library, attention kernel and 8-bit products of the layers"""
 
     recompute: Recompute = "none"
     """activations computed again in the backward pass: none; selective, attention scores; full, all but the layers'

@@ -8,6 +8,7 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,8 @@ from creditgraph.components.learner.packing.prefix import bags
 from creditgraph.pipeline.core.jagged import Jagged
 
 IMPLEMENTATION = "creditgraph_packed"
+Kernel = Callable[[Tensor, Tensor, Tensor, "PackedLayout", float | None, int | None], Tensor]
+"""(queries [total, H, D], keys and values, layout, scaling, window) → [total, H, D] or [total, H · D]"""
 # With shared prefixes attention runs on copies of the keys and values of every row's path. Copies of a layer up to this
 # many bytes are kept for the backward pass; larger ones are made again there, for the time of one more forward
 # attention: at a budget of 16k tokens the 32 layers of an 8B model would keep 17 GB of them.
@@ -238,6 +241,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packed: PackedLayout | None = None,
+    kernel: Kernel | None = None,
     recomputed: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -249,6 +253,7 @@ def packed_attention(
     Args:
         query: [1, H, total, D].
         key, value: [1, H_kv, total, D].
+        kernel: computes plain rows, without shared prefixes and windows; None means torch's.
         recomputed: whether the caller computes the layer again in the backward pass, and so keeps no copies.
 
     Returns:
@@ -261,7 +266,9 @@ def packed_attention(
     batch, heads, length, dim = query.shape
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     fast = query.is_cuda and not obstacle(query.device, query.dtype, dim, sliding_window)
-    attend = _flash if fast else _padded
+    attend: Kernel = _flash if fast else _padded
+    if kernel is not None and packed.keys is None and sliding_window is None:
+        attend = kernel
     copies = 0 if packed.keys is None else 2 * len(packed.keys) * k[0].numel() * k.element_size()
     if copies > KEPT_COPIES and not recomputed and torch.is_grad_enabled():
         out = checkpoint(

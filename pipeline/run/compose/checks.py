@@ -1,9 +1,12 @@
-"""What composing checks beside hydra: settings of replaced components, overrides without effect, unknown sections."""
+"""What composing checks beside hydra: settings of replaced components, unknown sections, YAML that expands."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
@@ -12,6 +15,9 @@ from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.core.registry import load_class
 from creditgraph.pipeline.core.settings import settings_named
 from creditgraph.pipeline.run.compose.overrides import Override
+
+MAX_VALUES = 100_000  # values of a YAML file after its aliases are followed
+_ALIAS = re.compile(rb"[\s\[{,:-]\*\w")
 
 
 def chooses_component(key: str, is_group: bool, nodes: Any) -> bool:
@@ -190,6 +196,28 @@ def joined(problems: Iterable[str], nodes: Mapping[str, Any]) -> list[str]:
         else:
             places.setdefault(("", problem), {})[""] = None
     return [f"{', '.join(names)}{sentence}" for (_, sentence), names in places.items()]
+
+
+def check_aliases(folders: Iterable[Path]) -> None:
+    """Raises ConfigError for a file of the user's whose YAML aliases (`*name`) repeat each other without measure."""
+    for file in (f for folder in folders for f in folder.glob("*/*.yaml")):
+        try:
+            text = file.read_bytes()
+            root = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if _ALIAS.search(text) else None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+            continue  # if the file is chosen, hydra says what is wrong with it
+        if root is not None and (count := _count_values(root, {})) > MAX_VALUES:
+            shown = "without end" if count == math.inf else f"to {count:.3g} values"
+            raise ConfigError(f"{file}: its aliases (*name) expand {shown}; expected at most {MAX_VALUES:,}.")
+
+
+def _count_values(node: yaml.Node, known: dict[int, float]) -> float:
+    if id(node) not in known:
+        known[id(node)] = math.inf  # of a node within itself
+        below = node.value if isinstance(node, yaml.CollectionNode) else []
+        children = [child for item in below for child in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_count_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def composing_error(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from creditgraph.pipeline.core.errors import ConfigError, GraphError, did_you_me
 from creditgraph.pipeline.core.registry import build_component
 from creditgraph.pipeline.core.settings import place_settings
 from creditgraph.pipeline.run.compose.checks import (
+    check_aliases,
     check_last_word,
     chooses_component,
     composing_error,
@@ -84,6 +85,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     """
     dirs = search_dirs(config_dirs)
     parsed = parse_overrides(overrides, dirs)
+    check_aliases(d for d in dirs if d != CONFIG_DIR)
     values = _composed(parsed, dirs)
     check_last_word(values, parsed)
     kept = [o for o in parsed if not chooses_component(o.key, o.is_group, values.get("nodes"))]

@@ -73,8 +73,8 @@ def with_transformer_engine() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """checkpoint(kind) → folder of a small random model: "tiny", "qwen2" (untied, padded vocabulary, one key-value
-    head), "qwen2-tied", "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (post-norm;
-    sliding windows, YaRN)."""
+    head), "qwen2-tied", "qwen3" (its own head size), "qwen3-wide" (one layer, whole tiles of 128), "llama" (scaled
+    rotary angles), "olmo2" and "olmo3" (post-norm; sliding windows, YaRN)."""
     made: dict[str, str] = {}
 
     def folder(kind: str) -> str:
@@ -110,6 +110,9 @@ def _write(kind: str, path: Path) -> str:
         "qwen2": lambda: transformers.Qwen2Config(**{**shared, "vocab_size": 51, "num_key_value_heads": 1}),
         "qwen2-tied": lambda: transformers.Qwen2Config(**{**shared, "tie_word_embeddings": True}),
         "qwen3": lambda: transformers.Qwen3Config(**shared, head_dim=12),
+        "qwen3-wide": lambda: transformers.Qwen3Config(
+            **{**shared, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=64
+        ),
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**shared, **experts, norm_topk_prob=True),
         "qwen3_moe-42": lambda: transformers.Qwen3MoeConfig(
             **{**shared, "vocab_size": 42}, **experts, norm_topk_prob=True

@@ -32,6 +32,36 @@ def classes(path: str, sizes: dict[str, Any]) -> dict[str, str]:
     return {name.removeprefix(kept[0]): kind for name, kind in whole.items() if name.startswith(kept)}
 
 
+def quantized(path: str, sizes: dict[str, Any], prompts: Any, responses: Any) -> dict[str, Any]:
+    """By recipe: recipes, formats and multiples of tokens that the matrices saw, and the log-probs."""
+    import torch
+
+    from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+    from creditgraph.components.learner.megatron.model import MegatronModel
+    from creditgraph.components.learner.megatron.parallel import init_parallel
+    from creditgraph.components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
+    from creditgraph.components.learner.packing.pack import pack
+
+    layout, te = ParallelLayout(**sizes), sys.modules["te_torch"]
+    init_parallel(layout)
+    out = {}
+    for recipe, kind in (("off", "hybrid"), ("delayed", "hybrid"), ("tensorwise", "e4m3"), ("blockwise", "e4m3"),
+                         ("mxfp8", "e4m3")):  # fmt: skip
+        layers = LayerSettings(fp8=Fp8(recipe=recipe, format=kind))
+        with megatron_on_cpu():
+            model = MegatronModel.build(path, layout, torch.bfloat16, layers=layers)
+            model.load(path)
+            te.CALLS.clear()
+            batch = pack(prompts, responses, torch.arange(4))
+            hidden = model.forward(model.chunks[0], batch)
+            logprobs, _ = model.logprobs(hidden, batch)
+            logprobs.values.sum().backward()
+        products = [(given["inp"].shape[0], r) for name, given, r in te.CALLS if "Linear" in name]
+        seen = {(type(r).__name__, r.fp8_format.name) if r else ("none", "") for _, r in products}
+        out[recipe] = (sorted(seen), sorted({tokens for tokens, _ in products}), logprobs.values.detach())
+    return out
+
+
 def resume_unstepped(path: str, optimizer: dict[str, Any], target: str) -> int:
     """A checkpoint before any step, and the version after a step on it."""
     training = sys.modules["training"]
@@ -44,6 +74,87 @@ def resume_unstepped(path: str, optimizer: dict[str, Any], target: str) -> int:
 def adam_steps() -> int:
     """Calls of FusedAdam's kernel so far."""
     return int(sys.modules["te_torch"].ADAM_STEPS[0])
+
+
+def refused(path: str) -> str:
+    """What is said of mxfp8 on a Hopper GPU."""
+    import torch
+
+    from creditgraph.components.learner.megatron.model import MegatronModel
+    from creditgraph.components.learner.megatron.parallel import init_parallel
+    from creditgraph.components.learner.megatron.settings import Fp8, LayerSettings, ParallelLayout
+
+    te, quantization = sys.modules["te_torch"], sys.modules["transformer_engine.pytorch.quantization"]
+    te.CAPABILITY[:], quantization._MXFP8_SUPPORT = (9, 0), None
+    init_parallel(ParallelLayout())
+    try:
+        MegatronModel.build(path, ParallelLayout(), torch.bfloat16, layers=LayerSettings(fp8=Fp8(recipe="mxfp8")))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def kernels(path: str, prompts: Any, responses: Any) -> dict[str, Any]:
+    """Log-probs by each attention kernel on plain and on shared rows, and how often TransformerEngine's ran."""
+    import os
+
+    import torch
+
+    from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
+    from creditgraph.components.learner.megatron.layers.attention import TransformerEngineAttention
+    from creditgraph.components.learner.packing.pack import pack
+
+    ranks, te = sys.modules["ranks"], sys.modules["te_torch"]
+    model, out = ranks.built(path, {}), {}
+    environment = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
+    for kernel in ("torch", "flash", "cudnn"):
+        chosen = None if kernel == "torch" else TransformerEngineAttention(kernel)
+        model.transformer_config.attention_kernel = chosen
+        for share in (False, True):
+            te.CALLS.clear()
+            with megatron_on_cpu():
+                batch = pack(prompts, responses, torch.arange(4), share=share)
+                logprobs, _ = model.logprobs(model.forward(model.chunks[0], batch), batch)
+                model.chunks[0].zero_grad()
+                logprobs.values.sum().backward()
+            gradient = model.chunks[0].decoder.layers[0].self_attention.linear_qkv.weight.grad
+            runs = sum(name == "DotProductAttention" for name, *_ in te.CALLS)
+            out[kernel, share] = (logprobs.values.detach(), gradient, runs)
+    assert environment == {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
+    return out
+
+
+def choices() -> dict[str, Any]:
+    """Which kernel is chosen, by setting, and what is said where it is not there."""
+    import importlib.util
+
+    import torch
+
+    from creditgraph.components.learner.megatron.layers import attention
+    from creditgraph.components.learner.megatron.schedule import sum_over_ranks
+
+    te, cpu = sys.modules["te_torch"], torch.device("cpu")
+
+    def choose(setting: str) -> str:
+        try:
+            kernel = attention.choose_kernel(setting, (4, 2, 8), 32, torch.float32, cpu, sum_over_ranks)
+        except ValueError as error:
+            return str(error)
+        return "torch" if kernel is None else kernel.kernel
+
+    te.MISSING.add("flash")
+    out = {setting: choose(setting) for setting in ("auto", "torch", "flash", "cudnn")}
+    te.MISSING.clear()
+    # The candidates of a GPU, whose times are given.
+    measured = attention.measure
+    times = {"torch": 3.0, "flash": 2.0, "cudnn": 2.5}
+    attention.measure = lambda candidates, device, over_ranks: ({name: times[name] for name in candidates}, {})
+    gpu = type("Device", (), {"type": "cuda"})()
+    rows, attention._Rows = attention._Rows, lambda *args: type("Rows", (), {"attend": print})()
+    find, importlib.util.find_spec = importlib.util.find_spec, lambda name: object()
+    out["fastest"] = attention.choose_kernel("auto", (4, 2, 8), 32, torch.float32, gpu, sum_over_ranks).kernel
+    attention.measure, attention._Rows, importlib.util.find_spec = measured, rows, find
+    return out
 
 
 def main(rank: int, size: int, port: str, folder: Path) -> None:

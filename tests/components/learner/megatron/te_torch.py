@@ -6,15 +6,23 @@ Each replaced `forward` binds its arguments to the real signature first, so an u
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+CALLS: list[tuple[str, dict[str, Any], Any]] = []
+"""(class, arguments, fp8 recipe or None) of the forward passes since tests last cleared it"""
+CAPABILITY = [10, 0]
+"""compute capability that TransformerEngine sees"""
 ADAM_STEPS = [0]
 """calls of FusedAdam's kernel"""
+MISSING: set[str] = set()
+"""kernels that are not installed"""
 
 
 def install(te: Any) -> None:
@@ -26,7 +34,7 @@ def install(te: Any) -> None:
 
     torch.cuda.is_available = for_te
     torch.version.cuda = "13.0"
-    te.pytorch.quantization.get_device_compute_capability = lambda: (10, 0)
+    te.pytorch.quantization.get_device_compute_capability = lambda: tuple(CAPABILITY)
     te.pytorch.cpp_extensions.get_cudnn_version = lambda: 91800
     library = sys.modules["transformer_engine_torch"]
     for name, compute in (("adam", _adam), ("l2norm", _norm_of), ("scale", _scale)):
@@ -36,13 +44,31 @@ def install(te: Any) -> None:
     _replace(te.pytorch.Linear, _linear)
     _replace(te.pytorch.LayerNormLinear, _norm_linear)
     _replace(te.pytorch.RMSNorm, _norm)
+    _keep_scale(te.pytorch.DotProductAttention)
+    _replace(te.pytorch.DotProductAttention, _attention)
+
+
+def _keep_scale(owner: Any) -> None:
+    made = owner.__init__
+    signature = inspect.signature(made)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.scale_of_tests = signature.bind(self, *args, **kwargs).arguments.get("softmax_scale")
+
+    owner.__init__ = init
 
 
 def _replace(owner: Any, compute: Callable[[Any, dict[str, Any]], Any]) -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
     signature = inspect.signature(owner.forward)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
+        state = FP8GlobalStateManager
+        recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+        CALLS.append((owner.__name__, bound.arguments, recipe))
         return compute(self, bound.arguments)
 
     owner.forward = forward
@@ -102,3 +128,25 @@ def _product(self: Any, x: Any) -> Any:
         else:
             out = mappings.reduce_from_tensor_model_parallel_region(out, **shared)
     return (out, self.bias) if self.return_bias else out
+
+
+def _attention(self: Any, given: dict[str, Any]) -> Any:
+    """Only what we ask it for: packed rows, causal, by one kernel alone."""
+    switches = [os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")]
+    assert switches in (["1", "0", "0"], ["0", "1", "0"])
+    if switches[0] == "1" and "flash" in MISSING:
+        raise ValueError("No dot product attention backend is available for the provided inputs.")
+    assert given["qkv_format"] == "thd"
+    assert given["attn_mask_type"] == "padding_causal"
+    q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+    assert q.dim() == 3
+    begin = given["cu_seqlens_q"].tolist()
+    assert begin == given["cu_seqlens_kv"].tolist()
+    assert max(b - a for a, b in pairwise(begin)) == given["max_seqlen_q"] == given["max_seqlen_kv"]
+    outs = [
+        F.scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=self.scale_of_tests, enable_gqa=True
+        ).transpose(0, 1)
+        for a, b in pairwise(begin)
+    ]
+    return torch.cat(outs).flatten(1)

@@ -12,7 +12,9 @@ PAIR = {"tensor_parallel": 2, "sequence_parallel": True}
 FAMILIES = ("qwen2", "qwen3", "llama", "olmo2", "olmo3")
 # Layout and recomputation of each pass against transformers; neighbours have one layout.
 PASSES = [(kind, PAIR, "none") for kind in FAMILIES] + [("olmo3", {}, "full"), ("qwen2-tied", {}, "none")]
-RESUMED = len(PASSES) + len(FAMILIES)  # place of the first of the other jobs
+# Places of the other jobs.
+QUANTIZED = len(PASSES) + len(FAMILIES)
+KERNELS, CHOICES, REFUSED, RESUMED = range(QUANTIZED + 2, QUANTIZED + 6)
 WRAPPER = "megatron.core.extensions.transformer_engine."
 NORM = "transformer_engine.pytorch.module.rmsnorm.RMSNorm"
 
@@ -38,6 +40,13 @@ def answers(
         for kind, sizes, recompute in PASSES
     ]
     jobs += [("te_rank.classes", (checkpoint(kind), {})) for kind in FAMILIES]
+    wide = checkpoint("qwen3-wide")
+    jobs += [("te_rank.quantized", (wide, {}, *MODEL.rows())), ("te_rank.quantized", (wide, PAIR, *MODEL.rows()))]
+    jobs += [
+        ("te_rank.kernels", (checkpoint("qwen2"), *MODEL.rows())),
+        ("te_rank.choices", ()),
+        ("te_rank.refused", (wide,)),
+    ]
     folder = tmp_path_factory.mktemp("te")
     for distributed in ("off", "on"):
         shards, optimizer = str(folder / distributed), {"distributed_optimizer": distributed}
@@ -83,6 +92,57 @@ def test_layers_are_those_of_transformer_engine(kind: str, answers: list[list[An
     assert made["self_attention.core_attention"].endswith("attention.PackedAttention")
     if kind == "qwen3":
         assert made["self_attention.q_layernorm"] == made["self_attention.k_layernorm"] == NORM
+
+
+RECIPES = {
+    "off": ("none", "", 1),
+    "delayed": ("TEDelayedScaling", "HYBRID", 16),
+    "tensorwise": ("Float8CurrentScaling", "E4M3", 16),
+    "blockwise": ("Float8BlockScaling", "E4M3", 128),
+    "mxfp8": ("MXFP8BlockScaling", "E4M3", 32),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shares", [1, 2])
+def test_matrices_run_in_8_bits_on_whole_tiles_of_tokens(recipe: str, shares: int, answers: list[list[Any]]) -> None:
+    job = QUANTIZED + shares - 1
+    name, kind, multiple = RECIPES[recipe]
+    for of_rank in answers:
+        seen, tokens, logprobs = of_rank[job][recipe]
+        assert seen == [(name, kind)]
+        assert all(n % multiple == 0 for n in tokens)
+        # Padding changes nothing: the 8-bit product itself is torch's here.
+        torch.testing.assert_close(logprobs, of_rank[job]["off"][2], rtol=0, atol=0.02)
+
+
+def test_a_recipe_that_the_gpu_cannot_run_is_refused(answers: list[list[Any]]) -> None:
+    text = (
+        "learner.layers.fp8.recipe 'mxfp8': TransformerEngine says: Device compute capability 10.0 or higher required"
+    )
+    assert answers[0][REFUSED].startswith(text)
+    assert answers[0][REFUSED].endswith("set recipe: off.")
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_kernels_run_on_plain_rows_and_equal_torch(kernel: str, answers: list[list[Any]]) -> None:
+    made = answers[0][KERNELS]
+    for share in (False, True):
+        logprobs, gradient, runs = made[kernel, share]
+        assert runs == (0 if share else 4)  # layers
+        torch.testing.assert_close(logprobs, made["torch", share][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradient, made["torch", share][1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_is_the_fastest_or_the_one_that_is_set(answers: list[list[Any]]) -> None:
+    made = answers[0][CHOICES]
+    assert (made["auto"], made["torch"], made["cudnn"]) == ("torch", "torch", "cudnn")
+    assert made["fastest"] == "flash"
+    assert made["flash"].startswith(
+        "learner.layers.attention 'flash' needs TransformerEngine with that kernel on a GPU, but: "
+    )
+    assert "No dot product attention backend is available" in made["flash"]
+    assert made["flash"].endswith("set learner.layers.attention=auto.")
 
 
 @pytest.mark.parametrize("distributed", [False, True])
