@@ -264,7 +264,7 @@ def _archives() -> list[Case]:
         return of_archive
 
     lost = ("cut in half", "last byte cut", "empty", "zeros", "random bytes", "deleted", "a folder in its place")
-    named = {name: RECORD for name in (*lost, "a link to nothing")} | {"bit in the middle flipped": "record/"}
+    named = dict.fromkeys((*lost, "a link to nothing"), RECORD) | {"bit in the middle flipped": "record/"}
     cases = [Case(f"an archive of records: {name}", packed(FILE_DAMAGE[name]), said) for name, said in named.items()]
     return [*cases, Case("an archive of records: undamaged", packed(lambda file: None), "")]
 
