@@ -21,7 +21,10 @@ FILES = {
         "tests/components/verifier/test_function.py",
         r"fails|hangs|bad_prompt|cannot_be_used|leaves_behind|odd_results|dies|never_gives",
     ),
-    "verifier.math": ("tests/components/verifier/test_math.py", r"in_time|poison|bad_item|cannot_be_read|labelled|missing"),
+    "verifier.math": (
+        "tests/components/verifier/test_math.py",
+        r"in_time|poison|bad_item|cannot_be_read|labelled|missing",
+    ),
     "values of formulas": ("tests/components/verifier/test_math_value.py", r"test_"),
     "secrets": ("tests/pipeline/run/test_secrets.py", r"test_"),
     "feedback of environment.code": ("tests/components/environment/test_environments.py", r"private"),
