@@ -17,6 +17,7 @@ from creditgraph.pipeline.run import checkpoint
 from creditgraph.pipeline.run.compose.experiment import build_experiment, settings_of_run
 from creditgraph.pipeline.run.compose.overrides import deep_merge
 from creditgraph.pipeline.run.node_runner import NodeRunner, initial_value, set_origin
+from creditgraph.pipeline.run.packing import is_recorded
 from creditgraph.pipeline.run.recording import read_payload, recorded_iterations, recorded_sums
 from creditgraph.pipeline.run.session import GraphSession
 
@@ -115,7 +116,7 @@ class Replay(GraphSession):
     def _recorded(self, node: str, output: str, iteration: int) -> Any:
         file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
         listed = f"{file.parent.name}/{file.name}" in recorded_sums(self.path / "record")  # reading it says it is lost
-        return set_origin(read_payload(file), f"{node}.{output}") if listed or file.exists() else None
+        return set_origin(read_payload(file), f"{node}.{output}") if listed or is_recorded(file) else None
 
     def _load_state(self, runner: NodeRunner, after: int) -> None:
         """Loads a component's state after an iteration, from the nearest checkpoint at or below it."""

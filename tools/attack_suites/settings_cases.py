@@ -168,6 +168,11 @@ MISTAKES: list[tuple[str, str]] = [
     ("data.train.size=-1", "data.train: expected size, skip and max_answer ≥ 0, got -1, 0 and 10000."),
     ("data.train.source=fil", "data.train.source: expected file or hub or chains …"),
     ("data.train.source=file", "data.train: source 'file' has no path; set path: FILE."),
+    (
+        "data.train.path=/nonexistent",
+        "data.train: path '/nonexistent' would be ignored: source 'chains' makes its own …",
+    ),
+    ("data.train.name=a/b", "data.train: name 'a/b' would be ignored: source 'chains' makes its own problems. …"),
     ("data.train={source: hub}", "data.train: source 'hub' has no name; set name: OWNER/NAME."),
     ("data.train.template=chatt", "data.train: unknown template 'chatt'. Did you mean 'chat'?"),
     ("prompts.split=train2", "node 'prompts': split 'train2' is not in the data section, which has train, eval; set …"),

@@ -35,6 +35,7 @@ from creditgraph.pipeline.core.payloads import (
     Trajectories,
     Turns,
 )
+from creditgraph.pipeline.run.packing import record_size
 from creditgraph.pipeline.run.recording import read_table
 
 TRAINED = 1
@@ -139,7 +140,7 @@ def collect(runs: Iterable[RunSource], max_bytes: float = float("inf")) -> Rollo
 
 def _choose(run: RunSource, kinds: dict[str, list[str]], max_bytes: float) -> list[int]:
     names = {*kinds["Trajectories"], *kinds["Credit"]}
-    size = sum(file.stat().st_size for (name, _), file in run.files.items() if name in names)
+    size = sum(record_size(file) for (name, _), file in run.files.items() if name in names)
     recorded = sorted({i for name, i in run.files if name in kinds["Trajectories"]})
     chosen = spread(recorded, max(1, int(len(recorded) * min(1.0, max_bytes / max(size, 1)))))
     if len(chosen) < len(recorded):

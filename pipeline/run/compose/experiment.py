@@ -85,7 +85,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     """
     dirs = search_dirs(config_dirs)
     parsed = parse_overrides(overrides, dirs)
-    check_aliases(d for d in dirs if d != CONFIG_DIR)
+    check_aliases(parsed, [d for d in dirs if d != CONFIG_DIR])
     values = _composed(parsed, dirs)
     check_last_word(values, parsed)
     kept = [o for o in parsed if not chooses_component(o.key, o.is_group, values.get("nodes"))]
