@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
-from creditgraph.pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, column_of
+from creditgraph.pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, call_in_a_form, column_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,8 +105,12 @@ def loss_function(
     binding = bind(function, name, given, settings)
     parameters = inspect.signature(function).parameters
     changed: set[str] = set()
+    forms: dict[str, str] = {}
 
     def call(inputs: LossInputs, logprobs: Tensor) -> Any:
+        return call_in_a_form(lambda forms: once(inputs, logprobs, forms), binding.columns, forms)
+
+    def once(inputs: LossInputs, logprobs: Tensor, forms: Mapping[str, str]) -> Any:
         values: dict[str, Any] = {}
         for parameter, column in binding.columns.items():
             if column == "logprobs":
@@ -116,7 +120,8 @@ def loss_function(
             elif column in LOSS_COLUMNS:
                 values[parameter] = torch.from_numpy(getattr(inputs, column).copy())
             else:
-                values[parameter] = column_of(inputs.batch, column, "torch", parameters[parameter].annotation)
+                form = forms.get(parameter, "")
+                values[parameter] = column_of(inputs.batch, column, "torch", parameters[parameter].annotation, form)
         before = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
         result = function(**values, **copy.deepcopy(dict(binding.settings)))
         changed.update(n for n, value in before.items() if not torch.equal(value.nan_to_num(), values[n].nan_to_num()))
@@ -125,7 +130,6 @@ def loss_function(
     def again(changed: Mapping[str, Any]) -> LossTarget:
         return loss_function(function, name, given, {**settings, **changed})
 
-    told = ", ".join(f"{p}: {c}" if p != c else p for p, c in binding.columns.items())
     return LossTarget(
         name=name,
         call=call,
@@ -133,7 +137,7 @@ def loss_function(
         settings=binding.settings,
         with_settings=again,
         declares=dict(getattr(function, "audit_declares", {})),
-        note=f"{told} as torch arrays",
+        note=f"{binding.told} as torch arrays",
         changed=changed,
     )
 

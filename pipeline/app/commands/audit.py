@@ -127,35 +127,30 @@ def _of_function(
         from creditgraph.pipeline.app.audit.loss_target import loss_function
 
         return loss_function(function, name, given, settings), LOSS
-    from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
+    from creditgraph.pipeline.app.audit.audit import of_advantages
 
-    return advantage_function(function, name, given, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)
+    return advantage_function(function, name, given, settings), of_advantages()
 
 
 def _of_component(name: str, settings: dict[str, Any]) -> list[tuple[Any, Sequence[Any]]]:
     from creditgraph.components.learner.objective import Objective, ObjectiveSettings
     from creditgraph.components.learner.objective.settings import OBJECTIVES
-    from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.audit import of_advantages
     from creditgraph.pipeline.app.audit.loss import LOSS
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
     from creditgraph.pipeline.app.audit.ours import component_target, objective_target
     from creditgraph.pipeline.core.registry import load_class
 
     cls = None if name in OBJECTIVES else load_class(name)
     if cls is None or issubclass(cls, Objective):
         return [(objective_target(ObjectiveSettings(use=name, config=settings), name), LOSS)]
-    return [(component_target(cls, name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT))]
+    return [(component_target(cls, name, settings), of_advantages())]
 
 
 def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
     """The nodes of a recipe that give credit, and the losses of its learners."""
+    from creditgraph.pipeline.app.audit.audit import of_advantages
     from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
     from creditgraph.pipeline.app.audit.loss import LOSS
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
     from creditgraph.pipeline.app.audit.ours import component_target, objective_target, unmade
     from creditgraph.pipeline.app.audit.targets import AuditError
     from creditgraph.pipeline.core.payloads import Credit
@@ -167,7 +162,7 @@ def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
         if any(socket.carries(Credit) for socket in node.sockets.outputs.values()):
             settings = vars(node.config)
             try:
-                found.append((component_target(node.cls, node.name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)))
+                found.append((component_target(node.cls, node.name, settings), of_advantages()))
             except AuditError as error:
                 found.append((unmade(node.name), (dataclasses.replace(CONTRACT[0], run=_skip(str(error))),)))
         objective = getattr(node.config, "objective", None)
