@@ -58,7 +58,11 @@ def known_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def run_checks(
-    target: Any, checks: Sequence[Check], declared: frozenset[str] = frozenset(), layers: frozenset[str] = frozenset()
+    target: Any,
+    checks: Sequence[Check],
+    declared: frozenset[str] = frozenset(),
+    layers: frozenset[str] = frozenset(),
+    known: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Runs checks on one target.
 
@@ -67,11 +71,12 @@ def run_checks(
         checks: those of its kind.
         declared: names of checks whose failure is wanted, beside those that the target declares itself.
         layers: runs the checks of these layers only; empty for all.
+        known: check → why its failure is known, as of a file.
 
     Raises:
         AuditError: the target cannot be called, or declares a check that there is not.
     """
-    wanted: Mapping[str, str] = target.declares
+    wanted: Mapping[str, str] = {**(known or {}), **target.declares}
     known_names(wanted)
     results = []
     for check in checks:
@@ -85,7 +90,7 @@ def run_checks(
         results.append(Result(target=target.name, check=check, finding=finding, seconds=time.perf_counter() - begin))
     bad = failures(results)
     fault = likely(target, [r.finding for r in bad], [r.check.name for r in bad])
-    return [_told(r, fault) if r in bad else r for r in results]
+    return [_told(r, fault) if fault and r in bad else r for r in results]
 
 
 def _told(result: Result, fault: str) -> Result:

@@ -98,7 +98,8 @@ DESIGNS = (
     Design("the rewards themselves: no baseline is subtracted", lambda r, g, n: r, "no_baseline"),
 )
 
-# Groups of 3 and 5 rows tell n from n − 1, and over a batch of 20 tokens they are one; a function that takes groups of one size is given two of 4.
+# Groups of 3 and 5 rows tell n from n − 1, which over a batch, of 20 tokens in both, are one scale; a function that
+# takes groups of one size is given two of 4.
 UNEVEN, EVEN = (
     tuple(
         make(rewards, [0] * first + [1] * (8 - first), lengths=lengths)

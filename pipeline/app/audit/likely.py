@@ -17,15 +17,17 @@ BATCH = make([1.0, 0.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1], lengths=[3, 4, 
 
 
 def likely(target: Any, found: Sequence[Finding], names: Sequence[str]) -> str:
-    """The likely fault of a target some of whose checks fail.
+    """The likely fault of an advantage function some of whose checks fail; "" where each failure tells its own.
 
     Args:
         target: what was audited.
         found: its failures.
         names: of their checks.
     """
+    if not found or not isinstance(target, AdvantageTarget):
+        return ""
     told = next((finding.likely for finding in found if finding.likely), "")
-    if told or not found or not isinstance(target, AdvantageTarget):
+    if told:
         return told
     try:
         return next(_of_advantages(target, frozenset(names)), "")

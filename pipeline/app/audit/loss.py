@@ -115,6 +115,7 @@ def token_credit(target: LossTarget) -> Finding:
             return Finding(
                 verdict="fail",
                 message=f"more credit of token {token} of row {row} does not move that token most; {likely}",
+                likely=f"token credit is lost: {likely}",
                 example={
                     "row": int(row),
                     "token": int(token),
@@ -141,6 +142,7 @@ def on_policy(target: LossTarget) -> Finding:
             verdict="fail",
             message=f"{int(wrong.sum())} of {int(mask.sum())} tokens do not move with their advantage: row {row}, "
             f"token {token} has advantage {advantage:+.3g} and gradient {slope:+.3g}",
+            likely="is a sign turned round?" if wrong[mask].all() else "",
             example={"row": row, "token": token, "advantage": advantage, "gradient": slope},
             size=float(wrong.sum() / mask.sum()),
         )
@@ -164,6 +166,7 @@ def masked_tokens(target: LossTarget) -> Finding:
     return Finding(
         verdict="fail",
         message=f"tokens outside the mask move the loss by {moved:.3g}, and have gradients up to {leak:.3g}",
+        likely="is the mask left out of a sum or mean, shifted by one, or turned round?",
         example={"mask": inputs.batch.mask.astype(int).tolist(), "gradient": np.round(gradient, 5).tolist()},
         size=max(moved, leak),
     )

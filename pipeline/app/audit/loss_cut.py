@@ -22,7 +22,8 @@ def padding(target: LossTarget) -> Finding:
     return Finding(
         verdict="fail",
         message=f"three more tokens of padding change the loss from {value:.5g} to {other:.5g}, gradients by {gap:.2g}",
-        example={"loss": value, "padded": other},
+        likely="a mean or a sum counts padding, or the width of the batch divides",
+        example={"loss": value, "padded": other, "batch": inputs.shown()},
         size=gap,
     )
 
@@ -48,25 +49,43 @@ def cut(target: LossTarget) -> Finding:
     parts = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
     halves = [target.value_and_gradient(inputs.rows(rows)) for rows in parts]
     gaps = {}
-    for how, sizes in (
-        ("rows", [len(rows) for rows in parts]),
-        ("tokens", [int(inputs.batch.mask[rows].sum()) for rows in parts]),
-        ("nothing", [len(parts)] * len(parts)),
-    ):
-        whole = len(parts) if how == "nothing" else sum(sizes)
-        shares = [s / whole for s in sizes]
+    sizes = {
+        "rows": [len(rows) for rows in parts],
+        "tokens": [int(inputs.batch.mask[rows].sum()) for rows in parts],
+        "mean": [1] * len(parts),
+        "sum": [1] * len(parts),
+    }
+    for how, weights in sizes.items():
         joined = np.zeros_like(gradient)
-        for rows, share, (_, part) in zip(parts, shares, halves, strict=True):
+        for rows, weight, (_, part) in zip(parts, weights, halves, strict=True):
+            share = 1.0 if how == "sum" else weight / sum(weights)
             joined[rows] += share * part[:, : gradient.shape[1]]
         gaps[how] = float(np.abs(joined - gradient).max() / max(np.abs(gradient).max(), 1e-12))
     best = min(gaps, key=lambda how: gaps[how])
+    told = {
+        "rows": "weighted by their rows",
+        "tokens": "weighted by their tokens",
+        "mean": "averaged",
+        "sum": "added up",
+    }
+    example = {"loss": value, "losses of rows 0–1, 2–3, 4–5": [v for v, _ in halves], "batch": inputs.shown()}
+    if target.accumulate is not None and gaps[target.accumulate] >= 1e-5:
+        better = f"; they would have to be {told[best]}" if gaps[best] < 1e-5 else ""
+        return Finding(
+            verdict="fail",
+            message=f"micro-batches are {told[target.accumulate]}, and their gradient is off the whole batch's by "
+            f"{gaps[target.accumulate]:.2g}{better}",
+            likely="each micro-batch is divided by its own count, not by that of the whole batch",
+            example=example,
+            size=gaps[target.accumulate],
+        )
     if gaps[best] < 1e-5:
-        told = "added up" if best == "nothing" else f"weighted by their {best}"
-        return passed(f"micro-batches give the whole batch's gradient if they are {told}")
+        return passed(f"micro-batches give the whole batch's gradient if they are {told[target.accumulate or best]}")
     return Finding(
         verdict="fail",
         message="no weighting of micro-batches by rows or tokens gives the whole batch's gradient (off by "
         f"{gaps[best]:.2g})",
-        example={"losses": [value, [v for v, _ in halves]]},
+        likely="the loss of a row depends on the rows beside it: a statistic or a choice over the micro-batch",
+        example=example,
         size=gaps[best],
     )

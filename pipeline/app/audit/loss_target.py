@@ -32,6 +32,14 @@ class LossInputs:
     reference_logprobs: Floats
     advantages: Floats
 
+    def shown(self) -> list[dict[str, Any]]:
+        """The rows as a person reads them."""
+        kinds = ("logprobs", "old_logprobs", "advantages")
+        rows = self.batch.shown()
+        for i, row in enumerate(rows):
+            row.update({kind: np.round(getattr(self, kind)[i, : row["tokens"]], 3).tolist() for kind in kinds})
+        return rows
+
     def with_(self, **changes: Any) -> LossInputs:
         """A copy with some fields replaced."""
         return LossInputs(**{**vars(self), **changes})
@@ -60,6 +68,7 @@ class LossTarget:
         call: the loss of the inputs at log-probs given as a tensor that needs a gradient: a scalar, or a loss per
             token, which is summed over the mask; of a tuple, its first part.
         changed: names of parameters that the function has written into so far.
+        accumulate: how the trainer weights micro-batches: "sum", "mean", "rows" or "tokens"; None if that is not known.
         reads: columns that it is given.
         settings, with_settings, declares, note: as of `AdvantageTarget`.
     """
@@ -72,6 +81,7 @@ class LossTarget:
     declares: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     changed: set[str] = field(default_factory=set)
+    accumulate: str | None = None
 
     def loss(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
         """The loss as a scalar."""
@@ -99,9 +109,13 @@ class LossTarget:
 
 
 def loss_function(
-    function: Callable[..., Any], name: str, given: Mapping[str, str], settings: Mapping[str, Any]
+    function: Callable[..., Any],
+    name: str,
+    given: Mapping[str, str],
+    settings: Mapping[str, Any],
+    accumulate: str | None = None,
 ) -> LossTarget:
-    """The target of a plain function."""
+    """The target of a plain function; `accumulate` is by default its attribute `audit_accumulate`, if it has one."""
     binding = bind(function, name, given, settings)
     parameters = inspect.signature(function).parameters
     changed: set[str] = set()
@@ -128,7 +142,7 @@ def loss_function(
         return result
 
     def again(changed: Mapping[str, Any]) -> LossTarget:
-        return loss_function(function, name, given, {**settings, **changed})
+        return loss_function(function, name, given, {**settings, **changed}, accumulate)
 
     return LossTarget(
         name=name,
@@ -139,6 +153,7 @@ def loss_function(
         declares=dict(getattr(function, "audit_declares", {})),
         note=f"{binding.told} as torch arrays",
         changed=changed,
+        accumulate=accumulate or getattr(function, "audit_accumulate", None),
     )
 
 
