@@ -2,6 +2,7 @@
 
 from .components.advantage.group import group_advantage as group_advantage
 from .components.advantage.group import group_sum as group_sum
+from .components.advantage.group import training_mask as training_mask
 from .components.advantage.group import trajectory_credit as trajectory_credit
 from .components.learner.objective import LossInputs as LossInputs
 from .components.learner.objective import Meters as Meters

@@ -271,6 +271,16 @@ class Credit(Batch):
     mask: Jagged
     columns: dict[str, Jagged] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("advantage", "mask"):
+            if not isinstance(getattr(self, name), Jagged):
+                raise AlignmentError(
+                    f"Credit.{name}: expected a Jagged with one value per response token, got a "
+                    f"{type(getattr(self, name)).__name__}. One number per trajectory becomes one by "
+                    "trajectories.response_tokens.spread(numbers)."
+                )
+        super().__post_init__()
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenLogprobs(Batch):

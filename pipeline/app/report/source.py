@@ -123,12 +123,14 @@ def read_run(path: Path) -> RunSource:
         RunError: there is no such folder, or nothing in it is of a run.
     """
     if not path.is_dir():
-        near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        near = [file.parent.name for file in path.parent.glob("*/config.yaml")]
         raise RunError(f"{path}: no such run directory.{did_you_mean(path.name, near) if near else ''}")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "record")):
+        inside = sorted(file.parent.name for file in path.glob("*/config.yaml"))
+        holds = f" It holds runs: {', '.join(inside[:12])}{', …' if len(inside) > 12 else ''}." if inside else ""
         raise RunError(
             f"{path}: not a run (no config.yaml, metrics.jsonl or record/); expected a folder that `creditgraph train` "
-            "wrote."
+            f"wrote.{holds}"
         )
     run = RunSource(path)
     run.config = _guarded(run, "config.yaml", lambda p: _mapping(yaml.safe_load(_text(p)))) or {}
