@@ -156,7 +156,13 @@ class Redistribute(Component):
         Metric("residual", "reward", "mean |reward − sum of the gains| of a trajectory"),
         Metric("factor_max", "ratio", "largest factor, in size, on a token's credit"),
         Metric("bounded_share", "share", "trajectories whose shares `max_factor` drew towards uniform"),
-        Metric("uniform_share", "share", "trajectories whose tokens all keep the outcome's credit, as in GRPO"),
+        Metric(
+            "uniform_share",
+            "share",
+            "trajectories whose tokens all keep the outcome's credit, as in GRPO",
+            alarm="no response's credit was redistributed, so the method was GRPO. Either a response is one segment "
+            "(segments of the segmenter), or its values are equal.",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ def _imports(cls: Any) -> Iterator[str]:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        yield f": importing {cls.__module__} alone took more than {IMPORT_SECONDS:g} s; do less on import, or try again."
+        yield f": importing {cls.__module__} alone took more than {IMPORT_SECONDS:g} s; do less on import."
         return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -96,9 +96,8 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
     if isinstance(values, config_class):
         return values
     if not isinstance(values, Mapping):
-        problems.append(
-            f"{place}: expected settings as 'name: value' pairs, got {_shown(values)}.{_first(config_class, values, place)}"
-        )
+        step = _first(config_class, values, place)
+        problems.append(f"{place}: expected settings as 'name: value' pairs, got {_shown(values)}.{step}")
         return _FAILED
     if not dataclasses.is_dataclass(config_class):
         problems.append(
@@ -115,9 +114,8 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
     # A class is built only when all of its settings are valid, so __post_init__ sees no wrong types.
     count = len(problems)
-    for key in values:
-        if key not in fields:
-            problems.append(f"{place}.{key}: unknown setting.{_meant(config_class, str(key), place)}")
+    unknown = [str(key) for key in values if key not in fields]
+    problems += [f"{place}.{key}: unknown setting.{_meant(config_class, key, place)}" for key in unknown]
     arguments = {}
     for name, f in fields.items():
         if name in values:

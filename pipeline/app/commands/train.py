@@ -125,10 +125,12 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     chosen = [options.overrides]
     if options.multirun:
         chosen = combinations(options.overrides, options.config_dir)
+    from creditgraph.pipeline.app.preflight import check_present
     from creditgraph.pipeline.app.trackers import check_sinks
 
     experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
+        check_present(experiment)
         check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments

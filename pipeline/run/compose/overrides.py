@@ -58,7 +58,8 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
         if is_group:
             known = list_choices(group, dirs)
             problems += [
-                f"override '{text}': no {group} named '{choice}'.{_as_path(group, choice) or did_you_mean(choice, known)}"
+                f"override '{text}': no {group} named '{choice}'."
+                f"{_as_path(group, choice) or did_you_mean(choice, known)}"
                 for choice in ([] if text.startswith("~") else value.split(","))
                 if choice not in known and choice != "null" and not choice.startswith("[")
             ]

@@ -18,7 +18,7 @@ from creditgraph.pipeline.core.registry import load_class
         ("AlsoUnseeded", r"\.run: two runs with the same seed differ in 'credit\.advantage'; draw from .*"),
         (
             "RowTensors",
-            r"\.run: Credit\.advantage: expected a Jagged with one value per response token, got a Tensor\. One number .*",
+            r"\.run: Credit\.advantage: expected a Jagged with one value per response token, got a Tensor\. .*",
         ),
         ("ShortRows", r"\.run: output 'credit': advantage has 16 values in its rows; expected one per response .*"),
         ("FewerRows", r"\.run: output 'credit' has 3 rows that are not the 16 of 'trajectories'; expected .*"),
