@@ -11,10 +11,11 @@ from torch import Tensor
 from creditgraph.components.rollouts.segments import close_segments, rank_in_row
 from creditgraph.components.segmenter.base import Outputs, Segmenter
 from creditgraph.pipeline.core.handles import known_entropies
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Trajectories
 
 
+@takes_lists
 def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_distance: int = 1) -> Jagged:
     """Exclusive ends, int32, of at most `segments` segments: a cut before each of the tokens of highest entropy.
 
