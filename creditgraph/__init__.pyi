@@ -1,7 +1,9 @@
 """The public names, once, for `creditgraph/__init__.py` and for type checkers."""
 
+from . import testing as testing
 from .components.advantage.group import group_advantage as group_advantage
 from .components.advantage.group import group_sum as group_sum
+from .components.advantage.group import training_mask as training_mask
 from .components.advantage.group import trajectory_credit as trajectory_credit
 from .components.learner.objective import LossInputs as LossInputs
 from .components.learner.objective import Meters as Meters
@@ -14,6 +16,13 @@ from .components.verifier.base import Verdict as Verdict
 from .components.verifier.base import VerifierComponent as VerifierComponent
 from .pipeline import ROOT as ROOT
 from .pipeline.app.cli import main as main
+from .pipeline.app.notebook.runs import Run as Run
+from .pipeline.app.notebook.runs import read as read
+from .pipeline.app.notebook.session import Composition as Composition
+from .pipeline.app.notebook.session import Session as Session
+from .pipeline.app.notebook.session import StepOutputs as StepOutputs
+from .pipeline.app.notebook.session import compose as compose
+from .pipeline.app.notebook.session import train as train
 from .pipeline.core.component import Component as Component
 from .pipeline.core.component import Context as Context
 from .pipeline.core.component import Count as Count

@@ -15,16 +15,18 @@ from creditgraph.components.rollouts.segments import close_segments, rank_in_row
 from creditgraph.components.text.stops import decode_rows
 from creditgraph.pipeline.core.component import Component, same_rows
 from creditgraph.pipeline.core.handles import known_entropies
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Trajectories, check_aligned
 
 
+@takes_lists
 def amplified(advantage: Tensor, planning: Tensor, alpha: float) -> Tensor:
     """A + α |A| where `planning`, else A; all [n]. What is right gains by it, and what is wrong is blamed less."""
     return torch.where(planning, advantage + alpha * advantage.abs(), advantage)
 
 
+@takes_lists
 def most_uncertain(entropies: Jagged, mask: Jagged, share: float) -> Tensor:
     """bool [total]: the `share` of each row's tokens in `mask` of highest entropy, rounded up; the first of equals."""
     rank = rank_in_row(entropies.with_values(torch.where(mask.values, entropies.values, -torch.inf)))

@@ -22,7 +22,7 @@ from creditgraph.components.advantage.group import (
 )
 from creditgraph.pipeline.core.component import Component, Count, same_rows
 from creditgraph.pipeline.core.errors import extra
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
@@ -35,6 +35,7 @@ class Outputs:
     credit: Annotated[Credit, same_rows("trained")]
 
 
+@takes_lists
 def repair_share(parent: Tensor, correct: Tensor, valid: Tensor, uid: Tensor) -> Tensor:
     """s of each trajectory in `uid` [N]: the share of its revisions that are correct, float64; 0 without a revision.
 

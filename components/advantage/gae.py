@@ -11,11 +11,12 @@ from creditgraph.components.advantage.explanations import INVALID, decimal, line
 from creditgraph.components.advantage.group import Outputs, training_mask
 from creditgraph.components.rollouts.segments import check_segments, generalised_advantage, segment_of_token, with_final
 from creditgraph.pipeline.core.component import Component, Count, identity_sum, same_rows
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
+@takes_lists
 def adaptive_lambda(steps: Tensor, alpha: float) -> Tensor:
     """λ of each row, float64 [N]: 1 − 1/(α l) for l steps, at least 0 (VAPO, 2504.05118).
 
@@ -28,6 +29,7 @@ def adaptive_lambda(steps: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * steps.double().clamp(min=1))).clamp(min=0.0)
 
 
+@takes_lists
 def imitation_weights(mask: Jagged, chosen: Tensor, all_sum: Callable[[Tensor], Tensor] = identity_sum) -> Jagged:
     """Weights of the tokens of the `chosen` rows (bool [N]), float32: tokens of the mask over those of them.
 

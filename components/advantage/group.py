@@ -9,7 +9,7 @@ from torch import Tensor
 from creditgraph.components.advantage.explanations import INVALID, decimal, minus, rewards_of_groups, signed
 from creditgraph.components.rollouts.turn_rows import check_episode_rewards, episode_rows
 from creditgraph.pipeline.core.component import Component, Count, same_rows
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories, Turns, check_aligned
 
@@ -31,6 +31,7 @@ class Outputs:
     credit: Annotated[Credit, same_rows("trajectories")]
 
 
+@takes_lists
 def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of values [N] per group, float64 [G], and the group place of each row, int64 [N]; `group` [N] is any ids."""
     ids, place = torch.unique(group, return_inverse=True)
@@ -38,6 +39,7 @@ def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     return values.new_zeros(len(ids), dtype=torch.float64).index_add_(0, place, values.double()), place
 
 
+@takes_lists
 def group_moments(
     reward: Tensor, group: Tensor, valid: Tensor, unbiased: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,10 +56,11 @@ def group_moments(
     return mean, std, counts[place].long()
 
 
+@takes_lists
 def group_advantage(
     reward: Tensor,
-    group: Tensor,
-    valid: Tensor,
+    group: Tensor | None = None,
+    valid: Tensor | None = None,
     *,
     normalize: Normalize = "std",
     unbiased: bool = False,
@@ -71,13 +74,15 @@ def group_advantage(
     A group with one valid reward gets 0 in every form. The order of rows has no influence.
 
     Args:
-        reward: float [N].
-        group: int64 [N], rows with equal ids are compared.
-        valid: bool [N].
+        reward: float [N], here as below a tensor or a list.
+        group: int64 [N], rows with equal ids are compared; without it all are.
+        valid: bool [N]; without it all are.
         normalize: the form.
         unbiased: divides by n − 1 in `std` (ignored by the others).
         eps: added to the standard deviation in `std`.
     """
+    group = torch.zeros_like(reward, dtype=torch.int64) if group is None else group
+    valid = torch.ones_like(reward, dtype=torch.bool) if valid is None else valid
     if not reward.shape == group.shape == valid.shape:
         raise ValueError(
             f"group_advantage: expected reward, group and valid of shape [N], got {tuple(reward.shape)}, "

@@ -11,13 +11,14 @@ from creditgraph.components.advantage.group import Outputs, training_mask
 from creditgraph.components.rollouts.segments import check_segments, segment_of_token, segment_starts
 from creditgraph.components.rollouts.turn_rows import mean_of_others
 from creditgraph.pipeline.core.component import Component, Count, same_rows
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 Form = Literal["sum", "last", "minimum"]
 
 
+@takes_lists
 def step_rewards(scores: Jagged, form: Form, temperature: float) -> Jagged:
     """Reward of each step, float64, whose sum over the later steps is the return.
 
@@ -43,6 +44,7 @@ def step_rewards(scores: Jagged, form: Form, temperature: float) -> Jagged:
     return scores.with_values(weight.values / weight.sum()[scores.row_ids] * values)
 
 
+@takes_lists
 def sum_of_later(rewards: Jagged) -> Jagged:
     """Σ_{j ≥ k} r_j of each entry."""
     return rewards.with_values(rewards.sum()[rewards.row_ids] - rewards.cumsum().values + rewards.values)

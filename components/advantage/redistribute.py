@@ -12,7 +12,7 @@ from creditgraph.components.advantage.explanations import decimal, lines_of_chan
 from creditgraph.components.advantage.group import Outputs
 from creditgraph.components.rollouts.segments import check_segments, increments, segment_of_token
 from creditgraph.pipeline.core.component import Component, same_rows
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
@@ -22,6 +22,7 @@ Per = Literal["token", "segment"]
 TINY = 1e-6
 
 
+@takes_lists
 def redistributed_rewards(values: Jagged, reward: Tensor) -> Jagged:
     """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) + its part of the residual, so that Σ_k r_k = reward.
 
@@ -56,6 +57,7 @@ class Shares:
             )
 
 
+@takes_lists
 def segment_shares(
     values: Jagged, sizes: Jagged, returns: Tensor, sign: Tensor | None = None, form: Shares | None = None
 ) -> Jagged:
@@ -151,7 +153,13 @@ class Redistribute(Component):
         Metric("residual", "reward", "mean |reward − sum of the gains| of a trajectory"),
         Metric("factor_max", "ratio", "largest factor, in size, on a token's credit"),
         Metric("bounded_share", "share", "trajectories whose shares `max_factor` drew towards uniform"),
-        Metric("uniform_share", "share", "trajectories whose tokens all keep the outcome's credit, as in GRPO"),
+        Metric(
+            "uniform_share",
+            "share",
+            "trajectories whose tokens all keep the outcome's credit, as in GRPO",
+            alarm="no response's credit was redistributed, so the method was GRPO. Either a response is one segment "
+            "(segments of the segmenter), or its values are equal.",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from creditgraph.components.advantage.group import (
     zero_groups,
 )
 from creditgraph.pipeline.core.component import Component, same_rows
+from creditgraph.pipeline.core.jagged import takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
@@ -30,6 +31,7 @@ def first_of(trajectories: Trajectories) -> Tensor:
     return first
 
 
+@takes_lists
 def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """R(y2) + α (R(y2) − R(y1)) for second attempts and R(y1) for first ones, [N]; and which of them are valid.
 

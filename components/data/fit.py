@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from creditgraph.components.data.sources import Source, read_source
 from creditgraph.components.models.load import EMBEDDED, chat_template_at_hand, unknown_chat_settings
 from creditgraph.components.tasks import TASKS
-from creditgraph.components.text.templates import BY_THOUGHTS
+from creditgraph.components.text.templates import BY_THOUGHTS, PLACEHOLDER
 from creditgraph.pipeline.core.component import ModelSpec
-from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.handles import Environments, Verifier
 from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 from creditgraph.pipeline.core.sockets import sockets_of
 
@@ -60,9 +60,42 @@ def data_misfits(
         called = any(reader.name in names for reader, _, _ in graph.readers(other.name))
         if other.name in names or (called and other.outputs_of(Verifier)):
             sentences += kind_misfits(source, other, place)
+    samplers = [taker for taker in takers if _solves(taker)]
+    for taker in [node, *samplers]:
+        sentences += mode_misfits(source, getattr(taker.config, "mode", ""), taker.name, place)
     for taker in takers:
-        if taker is node or _solves(taker):
-            sentences += mode_misfits(source, getattr(taker.config, "mode", ""), taker.name, place)
+        sentences += need_misfits(source, taker, samplers, graph)
+    return sentences
+
+
+def need_misfits(source: Source, taker: Any, samplers: Sequence[Any], graph: Any) -> list[str]:
+    """Sentences on what a node needs of the responses or environments that its inputs come from, and they do not have.
+
+    Args:
+        source: the problems.
+        taker: the node.
+        samplers: nodes that sample solutions of these problems.
+        graph: the graph.
+    """
+    above = graph.ancestors([taker.name])
+    needs = taker.cls.needs_of(taker.config)
+    sentences = []
+    from_whole = [s.name for s in samplers if s.name in above and getattr(s.config, "mode", "") == "plain"]
+    by_thoughts = [s.name for s in samplers if s.name in above and s.name not in from_whole]
+    if "thoughts" in needs and from_whole and not by_thoughts and source.by_template not in BY_THOUGHTS:
+        modes = " or ".join(f"{from_whole[0]}.mode={mode}" for mode in ("line", "sentence"))
+        sentences.append(
+            f"node '{taker.name}' ({taker.use}) reads where thoughts end, but '{from_whole[0]}' samples whole "
+            f"responses; set {modes}, or {from_whole[0]}.mode=thought with a template that asks for </thought>."
+        )
+    if "states" in needs:
+        made = [node for node in graph.nodes if node.name in above and node.outputs_of(Environments)]
+        sentences += [
+            f"node '{taker.name}' ({taker.use}) compares turns in the same state, but the environments of "
+            f"'{node.name}' have no `state`; give them one (docs/turns.md), or take a method that needs none."
+            for node in made
+            if not node.cls.states_of(node.config)
+        ]
     return sentences
 
 
@@ -97,13 +130,16 @@ def kind_misfits(source: Source, node: Any, place: str) -> list[str]:
 def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
     """A sentence if a node samples by thoughts from prompts that do not say what ends a thought.
 
-    Plain prompts, and those of `user_prompt`, are the user's own words and may say it.
+    Plain prompts, and words of `user_prompt` around the problem, are the user's own and may say it.
     """
-    if mode != "thought" or source.user_prompt or source.by_template in (*BY_THOUGHTS, "plain"):
+    words = source.user_prompt.strip() != PLACEHOLDER and source.user_prompt
+    if mode != "thought" or words or source.system_prompt or source.by_template in (*BY_THOUGHTS, "plain"):
         return []
+    own = f" {place}.user_prompt=''" if source.user_prompt else ""
     return [
         f"{place}: '{name}' samples thought by thought, but template '{source.by_template}' does not ask for "
-        f"steps that end with </thought>; set {place}.template=thought, or {name}.mode=plain."
+        f"steps that end with </thought>; set {place}.template=thought{own}, or {name}.mode=line (each line of a "
+        "response is a thought), sentence or plain."
     ]
 
 
@@ -115,7 +151,7 @@ def model_misfits(source: Source, model: ModelSpec, place: str) -> list[str]:
         return [
             f"{place}: {source.place} is in words that the embedded model does not know; choose model=NAME, or {own}."
         ]
-    named = _HUB_NAME.fullmatch(model.path) and not Path(model.path).is_dir()
+    named = _HUB_NAME.fullmatch(model.path) and not model.path.startswith((".", "~")) and not Path(model.path).is_dir()
     if words and TASKS[words].model != model.path and (named or model.path in EMBEDDED):
         return [
             f"{place}: task '{words}' is in the vocabulary of the embedded model {TASKS[words].model}, but the model "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.data.card import Counts, LoadedData, RejectedRows, why_empty, write_card
-from creditgraph.components.data.files import RawDataset, open_path
+from creditgraph.components.data.files import RawDataset, open_path, split_part
 from creditgraph.components.data.hub import open_hub
 from creditgraph.components.data.rows import column_of, dropped_by, has_column, make_row, question_key
 from creditgraph.components.data.sources import JOINED, Join, Source, parse_source
@@ -100,6 +102,34 @@ def load_data(
     if context.run_dir is not None and context.ranks.rank == 0:
         write_card(context.run_dir, place, loaded)
     return loaded
+
+
+def first_rows_lacking(entry: Mapping[str, Any], place: str, rows: int = 20) -> list[str]:
+    """Sentences on a local file that is not there, lacks a column, or of whose first rows none can be used.
+
+    Needs no tokenizer and counts no rows. Problems of a task family and of the hub are not looked at.
+    """
+    source = parse_source(dict(entry), place)
+    if not source.path or source.source in TASKS:
+        return []
+    raw = open_path(Path(source.path).expanduser(), source.columns, split_part(source.split)[0])
+    reasons: list[str] = []
+    first = list(islice(raw.rows, rows))
+    if first and not isinstance(first[0], str):
+        _check_columns(first[0], source.columns, source, place)
+    plain = replace(source, template="plain", system_prompt="", user_prompt="")
+    for number, row in enumerate(first):
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            if dropped_by(row, source) or source.join or isinstance(column_of(row, source.question), list):
+                return []
+            make_row(row, plain, "plain", None, number)
+            return []
+        except ValueError as error:
+            reasons.append(str(error))
+    what = f"none of its first {len(first)} rows can be used, the first because: {reasons[0]}" if first else "no rows"
+    return [f"{place}: {source.place}: {what}. Expected rows with a question and an answer."]
 
 
 def _chosen(rows: RowStore, accepted: array[int], source: Source, counts: Counts, folder: Path | None) -> RowStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from creditgraph.pipeline.core.component import Component
 from creditgraph.pipeline.core.handles import Environments
@@ -17,6 +18,11 @@ class Outputs:
 
 class EnvironmentComponent(Component, Environments):
     """A component that makes environments: `run` returns the component itself. Subclasses implement `make`."""
+
+    @classmethod
+    def states_of(cls, config: Any) -> bool:
+        """Whether environments with these settings may say in which state they are."""
+        return True
 
     def run(self) -> Outputs:
         """Returns itself, the same object in every iteration."""

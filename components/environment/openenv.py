@@ -101,6 +101,11 @@ class OpenEnv(EnvironmentComponent):
 
     config: Config
 
+    @classmethod
+    def states_of(cls, config: Any) -> bool:
+        """Whether a field of the observation is the state."""
+        return bool(config.state)
+
     def setup(self, context: Context) -> None:
         """Imports the client; nothing is sent yet."""
         super().setup(context)

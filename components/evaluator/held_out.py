@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from creditgraph.components.data.fit import data_misfits
-from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.components.data.loading import first_rows_lacking, load_data, make_prompts
 from creditgraph.components.models.load import load_tokenizer
 from creditgraph.components.rollouts.requests import SamplingSettings
 from creditgraph.pipeline.core.component import Component, Context, ModelSpec
@@ -55,6 +55,11 @@ class HeldOut(Component):
     def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
         """What of data, verifier, mode and model does not fit the held-out problems."""
         return data_misfits(node.config.split, node, graph, model, data)
+
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Its file, a column, or rows."""
+        return first_rows_lacking(data[node.config.split], f"data.{node.config.split}")
 
     def setup(self, context: Context) -> None:
         """Loads the held-out problems."""

@@ -67,7 +67,13 @@ class Reset(Carrier):
         *CARRY_METRICS,
         Metric("inherited_tokens", "tokens", "tokens taken over from failures"),
         Metric("prefix_share", "share", "kept part of a failure, mean"),
-        Metric("empty_prefix_share", "share", "failures of which nothing is kept"),
+        Metric(
+            "empty_prefix_share",
+            "share",
+            "failures of which nothing is kept",
+            alarm="every reset began at the prompt, so the suffixes are only more responses. Either responses have one "
+            "thought (prompts must ask for </thought>, or set mode=line), or the localizer names step 1 every time.",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,11 @@ class Reset(Carrier):
                 raise ValueError(f"expected suffixes ≥ 1, got {self.suffixes}.")
 
     config: Config
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """Thoughts."""
+        return frozenset({"thoughts"})
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)

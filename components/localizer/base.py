@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,11 @@ class Localizer(Component):
     """Base of localizers, which all accept `failures`, `prompts` and `policy`, so that `use` changes the method."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (STEP_FRACTION,)
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """Thoughts."""
+        return frozenset({"thoughts"})
 
     def outputs(self, failures: Trajectories, step: Tensor, source: list[str]) -> Outputs:
         """Logs and returns the localised step, int64 [N] from 1, of each failure and how it was localised."""

@@ -62,7 +62,14 @@ class SelfLocalizer(Localizer):
     metrics = (
         Metric("boxed_share", "share", "failures whose step was read from a box"),
         Metric("step_share", "share", "failures whose step was read from the text"),
-        Metric("default_share", "share", "failures for which the response named no step in range"),
+        Metric(
+            "default_share",
+            "share",
+            "failures for which the response named no step in range",
+            alarm="the policy never named a step of its failures, so all were reset to the prompt. Read what it is "
+            "asked with `creditgraph data preview`, and give it enough max_tokens; a stronger model, or "
+            "localizer.uniform, names steps.",
+        ),
         Metric("out_of_range_share", "share", "failures whose response named a number that is none of the steps"),
         *Localizer.metrics,
         Metric("sampled_tokens", "tokens", "tokens of the responses"),

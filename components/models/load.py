@@ -70,6 +70,29 @@ def cached_file(model: str, name: str) -> Path | None:
     return Path(file) if isinstance(file, str) else None
 
 
+def check_folder(path: str) -> None:
+    """Raises DataError for a model that is not embedded, no folder with its files, and no name of a hub's form."""
+    folder = Path(_named(path))
+    if folder.is_dir():
+        _check_config(folder)
+        _check_tokenizer(folder)
+
+
+def _check_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise DataError(
+            f"model folder {folder}: no config.json; expected a folder written by save_pretrained. Correct model.path."
+        )
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(
+            f"model folder {folder}: expected the tokenizer that the model was trained with, but there is none of "
+            f"{', '.join(_TOKENIZER_FILES[:3])}, …. Copy its files into the folder or run tokenizer.save_pretrained."
+        )
+
+
 @cache
 def _check_hub(name: str) -> None:
     """Asks the hub once for a model that is not in the local cache.
@@ -100,10 +123,8 @@ def load_config(spec: ModelSpec) -> Any:
     from transformers import AutoConfig
 
     path = resolve_model_path(spec.path)
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise DataError(
-            f"model folder {path}: no config.json; expected a folder written by save_pretrained. Correct model.path."
-        )
+    if Path(path).is_dir():
+        _check_config(Path(path))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -115,11 +136,8 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     from transformers import AutoTokenizer
 
     path = resolve_model_path(spec.path)
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
-        raise DataError(
-            f"model folder {path}: expected the tokenizer that the model was trained with, but there is none of "
-            f"{', '.join(_TOKENIZER_FILES[:3])}, …. Copy its files into the folder or run tokenizer.save_pretrained."
-        )
+    if Path(path).is_dir():
+        _check_tokenizer(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code, use_fast=True)
     except Exception as error:  # the hub client, tokenizers and transformers each raise their own types

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from creditgraph.components.data.card import LOADING_METRICS
 from creditgraph.components.data.fit import chat_misfits, data_misfits
-from creditgraph.components.data.loading import load_data, make_prompts
+from creditgraph.components.data.loading import first_rows_lacking, load_data, make_prompts
 from creditgraph.components.data.store import Row
 from creditgraph.components.models.load import context_length, load_tokenizer
 from creditgraph.pipeline.core.component import Component, Context, ModelSpec
@@ -72,6 +72,11 @@ class DatasetPrompts(Component):
     def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
         """What of data, verifier, samplers and model does not fit the problems that this node draws."""
         return data_misfits(node.config.split, node, graph, model, data) + chat_misfits(model)
+
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Its file, a column, or rows."""
+        return first_rows_lacking(data[node.config.split], f"data.{node.config.split}")
 
     def setup(self, context: Context) -> None:
         """Reads and checks the whole source."""

@@ -104,7 +104,13 @@ class Compare(Component):
         *LENGTH_METRICS,
         Metric("revisions", "rows", "revisions sampled"),
         Metric("no_room_share", "share", "pairs left out because prompt and repair would exceed the model's context"),
-        Metric("unrevised_share", "share", "wrong trajectories without a revision"),
+        Metric(
+            "unrevised_share",
+            "share",
+            "wrong trajectories without a revision",
+            alarm="no wrong response was revised, so no credit came from revisions. no_room_share, "
+            "no_correct_sibling_share and unended_share say why.",
+        ),
         Metric("no_correct_sibling_share", "share", "wrong trajectories of groups without a correct one"),
         Metric("correct_reference_share", "share", "revisions that were shown a correct reference"),
         Metric("unended_share", "share", "revisions without an end"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from creditgraph.components.text.stops import decode_rows
+from creditgraph.components.text.stops import decode_rows, ends_of_thoughts, token_texts
 from creditgraph.components.text.templates import Mode
 from creditgraph.pipeline.core.component import Context, Count
 from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Sampling, ThoughtLimits
@@ -29,7 +29,9 @@ class SamplingSettings:
     """Settings of every component that samples."""
 
     mode: Mode = "plain"
-    """plain: one response up to EOS or a stop string; thought: thought by thought, under the limits of `thoughts`"""
+    """plain: one response up to EOS or a stop string; thought: thought by thought, under the limits of `thoughts`;
+    line, sentence: as plain, and each line or sentence of the response is a thought, so that the prompt need not ask
+    for </thought>"""
     temperature: float = 1.0
     """sampling temperature, 0 is greedy; the learner computes its log-probs and entropies at the same temperature"""
     top_p: float = 1.0
@@ -39,7 +41,7 @@ class SamplingSettings:
     max_tokens: int = 512
     """response budget in tokens, an inherited prefix included"""
     stop: tuple[str, ...] = ()
-    """strings that end a plain response; they stay in it"""
+    """strings that end a response that is not sampled thought by thought; they stay in it"""
     thoughts: ThoughtLimits = field(default_factory=ThoughtLimits)
     """stop string, final string and limits of thought mode; `max_thoughts` counts inherited thoughts too"""
 
@@ -66,8 +68,9 @@ class SamplingSettings:
             top_p=self.top_p,
             top_k=self.top_k,
             max_tokens=self.max_tokens,
-            stop=tuple(self.stop) if self.mode == "plain" else (),
+            stop=() if self.mode == "thought" else tuple(self.stop),
             thoughts=self.thoughts if self.mode == "thought" else None,
+            split=self.mode if self.mode in ("line", "sentence") else "",
         )
 
 
@@ -274,7 +277,16 @@ def scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
 
 
 def generate_where_room(policy: Policy, requests: Requests) -> Completions:
-    """`policy.generate` for the rows that have budget; the others get an empty completion."""
+    """`policy.generate` for the rows that have budget, with thoughts where `Sampling.split` says; others are empty."""
+    done = _generate_where_room(policy, requests)
+    split = requests.sampling.split
+    if not split or not len(done.tokens.values):
+        return done
+    ends = [ends_of_thoughts(pieces, split) for pieces in token_texts(policy.tokenizer, done.tokens)]
+    return replace(done, thought_ends=Jagged.from_rows(ends, torch.int32))
+
+
+def _generate_where_room(policy: Policy, requests: Requests) -> Completions:
     count = len(requests.seed)
     has_tokens = torch.ones(count, dtype=torch.bool) if requests.max_tokens is None else requests.max_tokens > 0
     has_budget = has_tokens if requests.max_thoughts is None else has_tokens & (requests.max_thoughts > 0)

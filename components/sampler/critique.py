@@ -86,7 +86,12 @@ class Critique(Component):
         Metric("refined_correct_share", "share", "refinements that are right"),
         Metric("kept", "rows", "refinements that are trained on, at most one per prompt"),
         Metric("kept_correct_share", "share", "kept refinements that are right"),
-        Metric("no_refinement_share", "share", "prompts without a kept refinement"),
+        Metric(
+            "no_refinement_share",
+            "share",
+            "prompts without a kept refinement",
+            alarm="no refinement was kept, so the method was GRPO. unended_share and refined_correct_share say why.",
+        ),
         Metric("refinement_logprob_change", "nats", "log-prob of a kept token without minus with the critique, mean"),
     )
 

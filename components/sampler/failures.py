@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from creditgraph.components.rollouts.carry import CARRY_METRICS, CarriedBatch, Carrier, CarrySettings
 from creditgraph.components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
 from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.components.text.templates import Mode
 from creditgraph.pipeline.core.component import Count
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.metric import Metric
@@ -151,8 +152,9 @@ class Failures(Carrier):
     class Config(CarrySettings, SamplingSettings):
         """Sampling settings, the split, the limit of attempts, and the long tail."""
 
-        mode: Literal["plain", "thought"] = "thought"
-        """resets need thought boundaries; plain responses have one thought and are reset to the prompt"""
+        mode: Mode = "thought"
+        """resets need thoughts: thought by thought, or lines or sentences of a response; a plain one is one thought,
+        and is reset to the prompt"""
         temperature: float = 0.7
         """sampling temperature"""
         top_p: float = 0.95

@@ -40,7 +40,12 @@ class Retry(Component):
     paper = "2409.12917"
     metrics = (
         *LENGTH_METRICS,
-        Metric("no_retry_share", "share", "first attempts that left no room for a second one"),
+        Metric(
+            "no_retry_share",
+            "share",
+            "first attempts that left no room for a second one",
+            alarm="no first attempt left room for a second one. Raise model.max_context, or lower max_tokens.",
+        ),
         Metric("unended_retry_share", "share", "second attempts without an end"),
         Metric("unchanged_share", "share", "second attempts with the text of the first"),
     )

@@ -7,10 +7,11 @@ import torch
 from creditgraph.components.rollouts.segments import close_segments, rank_in_row
 from creditgraph.components.segmenter.base import Outputs, Segmenter
 from creditgraph.pipeline.core.handles import known_entropies
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Trajectories
 
 
+@takes_lists
 def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0) -> Jagged:
     """Exclusive ends, int32, of at most `segments` segments: a cut before each of the tokens of highest entropy.
 

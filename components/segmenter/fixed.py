@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.segmenter.base import Outputs, Segmenter
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Trajectories
 
 
+@takes_lists
 def fixed_ends(length: Tensor, tokens: int) -> Jagged:
     """Exclusive ends tokens, 2·tokens, … and the response's `length` [N]; an empty response has none. Int32."""
     counts = (length + tokens - 1) // tokens

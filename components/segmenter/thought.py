@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,11 @@ class Thoughts(Segmenter):
         """closes a thought; searched for in responses that were not sampled thought by thought"""
 
     config: Config
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """Thoughts, unless it searches for a string of the user's own."""
+        return frozenset({"thoughts"} if config.stop == cls.Config.stop else ())
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row."""

@@ -249,6 +249,31 @@ def token_texts(tokenizer: Any, tokens: Jagged) -> list[list[str]]:
     return [[texts[i] for i in row] for row in tokens.with_values(place).to_lists()]
 
 
+# Where a thought ends in a response that was sampled as a whole: white space after it belongs to it.
+_ENDS = {
+    "line": re.compile(r"\S[^\S\n]*\n\s*"),
+    "sentence": re.compile(r"""[.!?]["')\]*]*\s+|[。！？]\s*|\S[^\S\n]*\n\s*"""),
+}
+
+
+def ends_of_thoughts(pieces: Sequence[str], split: str) -> list[int]:
+    """Exclusive token ends of the lines or sentences of a response given as one string per token; the last is its end.
+
+    A token that ends a line and begins the next one belongs to the first. A line is never empty: further line breaks
+    belong to the one before. A sentence ends with . ! or ? and white space, or with its line, so "3.5" is one word but
+    "e.g. " ends a sentence.
+
+    >>> ends_of_thoughts(["So", " 3.5", ".", " Then", "\\n\\n", "end"], "line")
+    [5, 6]
+    >>> ends_of_thoughts(["So", " 3.5", ".", " Then", "\\n\\n", "end"], "sentence")
+    [4, 5, 6]
+    """
+    text = "".join(pieces)
+    bounds = [0, *accumulate(len(piece) for piece in pieces)]
+    ends = {bisect_left(bounds, match.end()) for match in _ENDS[split].finditer(text)}
+    return sorted(ends | {len(pieces)}) if pieces else []
+
+
 def ends_of_stop(pieces: Sequence[str], stop: str) -> list[int]:
     """Exclusive token ends of every occurrence of `stop` in a response given as one string per token.
 

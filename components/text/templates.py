@@ -41,7 +41,7 @@ TEMPLATES = (*TASKS, "thought", "plain", "chat")
 BY_THOUGHTS = (*TASKS, "thought")  # templates whose prompt says that a step ends with </thought>
 PLACEHOLDER = "{question}"  # of `user_prompt`
 
-Mode = Literal["plain", "thought"]
+Mode = Literal["plain", "thought", "line", "sentence"]
 AnswerKind = Literal["value", "choice", "boolean", "code", "steps"]
 
 # In the prompts below, a line of the source that ends with \ continues in the next one, without a line break.
@@ -114,7 +114,12 @@ Below are a problem and a correct solution of it, for reference. Solve the probl
 {answer}.
 """
 
-_CLOSING: dict[Mode, str] = {"plain": "", "thought": "Close each step with </thought>.\n"}
+_CLOSING: dict[Mode, str] = {
+    "plain": "",
+    "thought": "Close each step with </thought>.\n",
+    "line": "Write each step on a line of its own.\n",
+    "sentence": "",
+}
 
 VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
 
@@ -378,7 +383,7 @@ def _asking(instructions: str, metadata: dict[str, Any], mode: Mode) -> str:
 
 def _shown(steps: Sequence[str], mode: Mode) -> str:
     """An attempt as a policy is shown it: thoughts as numbered steps, a plain response as it was written."""
-    return _numbered(steps) if mode == "thought" else response_text("".join(steps)).strip()
+    return _numbered(steps) if mode != "plain" else response_text("".join(steps)).strip()
 
 
 def _numbered(steps: Sequence[str]) -> str:

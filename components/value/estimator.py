@@ -56,7 +56,13 @@ class AnswerEstimator(Component):
     paper = "2606.06475"
     metrics: ClassVar[tuple[Metric, ...]] = (
         *COST_METRICS,
-        Metric("empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0"),
+        Metric(
+            "empty_bank_share",
+            "share",
+            "trajectories without a reference answer to score; their values are 0",
+            alarm="no trajectory had a reference answer to score, so all values were 0. Take data with answers or "
+            "solutions, or problems that some responses solve.",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from creditgraph.components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
 from creditgraph.components.rollouts.rewards import finite_rewards
+from creditgraph.components.text.templates import Mode
 from creditgraph.components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
 from creditgraph.pipeline.core.component import Component, Count, same_rows
 from creditgraph.pipeline.core.handles import Policy, Verifier
@@ -50,7 +51,7 @@ class MonteCarlo(Component):
     class Config(SamplingSettings):
         """Sampling settings and the number of continuations."""
 
-        mode: Literal["plain", "thought"] = "thought"
+        mode: Mode = "thought"
         """thought by thought, as the trajectories were sampled"""
         continuations: int = 9
         """K, continuations per boundary"""

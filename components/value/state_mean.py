@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -31,8 +31,19 @@ class StateMean(Component):
 
     metrics = (
         *VALUE_METRICS,
-        Metric("fallback_share", "share", "turns whose state no other episode visited; they have the group's mean"),
+        Metric(
+            "fallback_share",
+            "share",
+            "turns whose state no other episode visited; they have the group's mean",
+            alarm="no state was visited twice, so every value was the group's mean. The environment's `state` is "
+            "missing or too fine (docs/turns.md).",
+        ),
     )
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """States."""
+        return frozenset({"states"})
 
     def run(
         self,

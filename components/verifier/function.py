@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from creditgraph.components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
 from creditgraph.components.verifier.function_worker import load_function, worker_command
 from creditgraph.components.verifier.worker_pool import WorkerPool
-from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.metric import Metric
 
@@ -65,6 +66,16 @@ class Function(VerifierComponent):
             return self.highest if self.correct_from is None else self.correct_from
 
     config: Config
+
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """The function."""
+        if node.config.function:
+            return []
+        return [
+            f"{node.name}.function: missing; set it to your reward, as module:name or path/to/file.py:name, such "
+            f"as {node.name}.function=rewards.py:right."
+        ]
 
     def setup(self, context: Context) -> None:
         """Makes the pool; its workers start with the first call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from creditgraph.pipeline.app.completion import complete_override, with_completer
 
@@ -28,6 +29,16 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust", action="store_true", help="load code that the run's config.yaml names, though the run is not yours"
     )
+
+
+def add_settings(parser: argparse.ArgumentParser, what: str) -> None:
+    """-s/--set setting=value, of a command whose other arguments are no settings."""
+    parser.add_argument("-s", "--set", action="append", default=[], metavar="setting=value", help=what)
+
+
+def add_output(parser: argparse.ArgumentParser, metavar: str, what: str, **more: Any) -> None:
+    """-o/--output, the file or folder that a command writes."""
+    parser.add_argument("-o", "--output", metavar=metavar, help=what, **more)
 
 
 def add_config_dir(parser: argparse.ArgumentParser, groups: str) -> None:

@@ -132,6 +132,18 @@ first steps:
   creditgraph COMMAND --help                    all options of a command
   creditgraph --version                         version and commit"""
 
+# What people type elsewhere → what it is here.
+ELSEWHERE = {
+    "resume": "the `creditgraph train` command of the run, typed again, continues it",
+    "continue": "the `creditgraph train` command of the run, typed again, continues it",
+    "run": "`creditgraph train` trains, `creditgraph replay` runs one node",
+    "fit": "`creditgraph train`",
+    "evaluate": "`creditgraph eval`",
+    "test": "`creditgraph check` tests a component, `creditgraph eval` evaluates a model",
+    "list": "`creditgraph graph --list` lists recipes, `creditgraph components` the steps",
+    "plot": "`creditgraph report`",
+    "view": "`creditgraph report`",
+}
 INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 
 
@@ -148,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     known = COMMANDS if name in COMMANDS else added_commands()
     if name not in known:
-        hint = did_you_mean(name, [*COMMANDS, *known])
+        elsewhere = ELSEWHERE.get(name)
+        hint = f" Here: {elsewhere}." if elsewhere else did_you_mean(name, [*COMMANDS, *known])
         print(f"creditgraph: unknown command '{name}'.{hint}", file=sys.stderr)
         return 2
     command = known[name]

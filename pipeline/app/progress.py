@@ -74,8 +74,8 @@ class Progress(Observer):
         done = f"({self.done:>{width}}/{self.total})"
         self._write(f"iteration {iteration:>{width}} {done}  {line}  eta {self._eta()}")
         warning = self._watch.add({"iteration": iteration, **metrics}) if self._watch else ""
-        if warning:
-            self._write(f"WARNING {warning}")
+        for sentence in warning.splitlines():
+            self._write(f"WARNING {sentence}")
 
     def _write(self, line: str) -> None:
         """A line on the stream; in a terminal above the bar, which stays the last line."""

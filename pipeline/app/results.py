@@ -134,7 +134,7 @@ def as_table(results: Results) -> str:
             lines.append((f"  {name}", f"{seconds:8.1f} s {100 * seconds / total:5.1f} %{memory}"))
     width = max(len(label) for label, _ in lines)
     table = "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
-    return f"{table}\nWARNING {results.warning}" if results.warning else table
+    return "\n".join([table, *(f"WARNING {sentence}" for sentence in results.warning.splitlines())])
 
 
 def write_results(run_path: Path, picture: bool = True, warning: str = "") -> str:

@@ -1,4 +1,8 @@
-"""Notices that a run trains nothing, and says why and what to do; from the metrics of its iterations."""
+"""Notices that a run trains nothing, or that a part of its method does nothing, and says why and what to do.
+
+Both from the metrics of its iterations: what trains nothing is found here, what does nothing by the alarms that metrics
+declare (`Metric.alarm`).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,42 @@ from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.payloads import Credit
 from creditgraph.pipeline.core.sockets import Node
 
-PATIENCE = 10  # iterations in a row without training before a run says so; then at 100, 1,000, …
+PATIENCE = 10  # iterations in a row before a run warns of them; then at 100, 1,000, …
 
 Row = dict[str, Any]  # a row of metrics.jsonl: metrics, and "iteration"
 
 
+class Streak:
+    """The last iterations in a row of which something is true."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._ended = False
+
+    def add(self, row: Row, holds: bool) -> bool:
+        """Takes an iteration; returns whether it is the tenth, hundredth, … in a row."""
+        if not holds:
+            self._ended = True
+            self.rows.clear()
+            return False
+        self.rows.append(row)
+        count = len(self.rows)
+        return count >= PATIENCE and set(str(count)[1:]) == {"0"} and str(count)[0] == "1"
+
+    @property
+    def worth_saying(self) -> bool:
+        """Whether it held in all iterations, or in the last ten."""
+        return bool(self.rows) and (not self._ended or len(self.rows) >= PATIENCE)
+
+    @property
+    def text(self) -> str:
+        """Such as "iterations 0 to 9"."""
+        first, last = (self.rows[place]["iteration"] for place in (0, -1))
+        return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
 class SignalWatch:
-    """Keeps the last iterations in a row that trained nothing, and puts their likely cause into a sentence.
+    """Keeps the last iterations in a row that trained nothing, or in which an alarm held, and puts them into words.
 
     Args:
         graph: graph of the run; its node names say which setting to change and which node to look at.
@@ -29,37 +62,38 @@ class SignalWatch:
         self._graph = graph
         self._run = run
         self._record_every = record_every
-        self._untrained: list[Row] = []
-        self._any_trained = False
+        self._untrained = Streak()
+        self._alarms = {
+            f"{node.name}/{metric.name}": (metric.alarm, Streak())
+            for node in graph.nodes
+            for metric in node.cls.metrics_of(node.config)
+            if metric.alarm
+        }
         for row in rows:
             self.add(row)
 
     def add(self, row: Row) -> str:
-        """Takes the metrics of an iteration; returns a warning when the tenth, hundredth, … in a row trained nothing.
+        """Takes the metrics of an iteration; returns what to warn of, at the tenth, hundredth, … in a row.
 
-        Rows of the final pass, which have no learner, count for nothing.
+        Rows of the final pass, which have no learner, count for nothing, and neither do metrics that are not logged.
         """
+        said = []
         trained = trains(row)
-        if trained is None:
-            return ""
-        if trained:
-            self._any_trained = True
-            self._untrained.clear()
-            return ""
-        self._untrained.append(row)
-        count = len(self._untrained)
-        return self._sentence() if count >= PATIENCE and set(str(count)[1:]) == {"0"} and str(count)[0] == "1" else ""
+        if trained is not None and self._untrained.add(row, not trained):
+            said.append(self._untrained_text())
+        for name, (alarm, streak) in self._alarms.items():
+            if (value := row.get(name)) is not None and value == value and streak.add(row, value >= 1.0):
+                said.append(_alarm_text(name, alarm, streak))
+        return "\n".join(said)
 
     def summary(self) -> str:
-        """A warning about the run as it ends, "" if it trained: no iteration did, or the last ten did not."""
-        if not self._untrained or (self._any_trained and len(self._untrained) < PATIENCE):
-            return ""
-        return self._sentence()
+        """What to warn of as the run ends, "" if nothing: what held in every iteration, or in the last ten."""
+        said = [self._untrained_text()] if self._untrained.worth_saying else []
+        said += [_alarm_text(n, alarm, streak) for n, (alarm, streak) in self._alarms.items() if streak.worth_saying]
+        return "\n".join(said)
 
-    def _sentence(self) -> str:
-        first, last = (self._untrained[place]["iteration"] for place in (0, -1))
-        which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-        return f"nothing was trained in {which}: {self._cause(self._untrained)}"
+    def _untrained_text(self) -> str:
+        return f"nothing was trained in {self._untrained.text}: {self._cause(self._untrained.rows)}"
 
     def _cause(self, rows: list[Row]) -> str:
         """The likely cause, and the next command."""
@@ -108,6 +142,10 @@ class SignalWatch:
             if hasattr(node.config, "group_size"):
                 return f"Train with {node.name}.group_size=8 and another run.name"
         return "Let the sampler make several responses per prompt (`creditgraph components sampler`)"
+
+
+def _alarm_text(name: str, alarm: str, streak: Streak) -> str:
+    return f"{name} was 1 in {streak.text}: {alarm}"
 
 
 def trains(row: Row) -> bool | None:

@@ -84,7 +84,7 @@ def try_component(cls: type[Component], use: str, settings: Mapping[str, Any]) -
     config, problems = build_config(cls.Config, settings, NAME)
     if problems:
         listed = " ".join(text.removeprefix(f"{NAME}.") for text in problems)
-        return Trial(findings=[], note=f"not run: {listed} Give settings with -o setting=value.")
+        return Trial(findings=[], note=f"not run: {listed} Give settings with -s setting=value.")
     place = _place(Node(NAME, use, cls, config, {}, dict(settings)))
     if place is None:
         inputs = ", ".join(f"{name} ({s.type_text})" for name, s in sockets.inputs.items() if s.required)

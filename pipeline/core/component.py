@@ -238,6 +238,19 @@ class Preflight:
         return None
 
     @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """What a node with these settings cannot do without: "thoughts" of responses, "states" of an environment."""
+        return frozenset()
+
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Sentences on what a start needs and is not there, as far as it is cheap to see: settings, files, packages.
+
+        Only `train` asks, as the files of an old run may be gone when it is read. Arguments as those of `misfits`.
+        """
+        return []
+
+    @classmethod
     def shown_responses(cls, config: Any) -> int:
         """Earlier responses that a row of this node, which has the policy sample or score it, holds beside its own."""
         return 0

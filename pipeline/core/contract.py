@@ -20,12 +20,14 @@ import torch
 from creditgraph.pipeline.core.component import Component
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.core.payloads import Payload
+from creditgraph.pipeline.core.registry import OF_FILE
 from creditgraph.pipeline.core.settings import setting_docs, type_text
 from creditgraph.pipeline.core.sockets import Socket, sockets_of
 
 # Components import these in `setup` and not at module level, so that a graph can be checked in milliseconds.
 LATE_IMPORTS = ("transformers", "datasets", "vllm", "sglang", "megatron")
 MAX_INIT_SECONDS = 0.1
+IMPORT_SECONDS = 120.0  # of a fresh interpreter; torch alone takes ten on a busy host
 MAX_SUMMARY = 120  # characters; the line is a cell of a table
 
 
@@ -131,12 +133,21 @@ def _state_methods(cls: Any) -> Iterator[str]:
 def _imports(cls: Any) -> Iterator[str]:
     """Imports the module in a fresh interpreter, as other modules may have loaded the heavy ones here already."""
     loaded = f"[m for m in {LATE_IMPORTS!r} if m in sys.modules]"
-    code = f"import sys; sys.path[:] = {sys.path!r}; import {cls.__module__}; print(*{loaded})"
+    load = f"import {cls.__module__}"
+    if cls.__module__.startswith(OF_FILE):  # only this process has the module of a file
+        load = f"import runpy; runpy.run_path({sys.modules[cls.__module__].__file__!r})"
+    code = f"import sys; sys.path[:] = {sys.path!r}; {load}; print(*{loaded})"
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         where = "a script" if cls.__module__ == "__main__" else "a function"
         yield f" is defined in {where}; move it to a module so that a graph can name it."
         return
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield f": importing {cls.__module__} alone took more than {IMPORT_SECONDS:g} s; do less on import."
+        return
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         yield f": importing {cls.__module__} alone fails with {last}"

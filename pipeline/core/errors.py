@@ -146,10 +146,20 @@ def extra_of(error: ImportError) -> str:
     return next((name for name, packages in EXTRAS.items() if missing in packages.split()), "")
 
 
+def not_installed(package: str, use: str) -> list[str]:
+    """A sentence with the extra to install, unless the package is there; imports nothing."""
+    try:
+        with extra(package, use):
+            find_package(package)
+    except MissingExtraError as error:
+        return [str(error)]
+    return []
+
+
 def find_package(name: str) -> None:
     """Raises ImportError if a package is not installed; does not import it, which may take seconds."""
     if find_spec(name) is None:
-        raise ImportError(f"No module named '{name}'")
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
 
 def raised_text(error: BaseException) -> str:

@@ -49,6 +49,7 @@ class Sampling:
         max_tokens: response budget in tokens.
         stop: strings that end a response; kept in it.
         thoughts: thought-by-thought limits, or None for one plain response.
+        split: "line" or "sentence": where the thoughts of a plain response end, found in its text; "" finds none.
     """
 
     temperature: float = 1.0
@@ -57,6 +58,7 @@ class Sampling:
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
     thoughts: ThoughtLimits | None = None
+    split: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -191,6 +193,34 @@ class Jagged:
         return (
             f"Jagged(rows={len(self)}, total={len(self.values)}, dtype={str(self.values.dtype).removeprefix('torch.')})"
         )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_lists(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a pure function take lists of numbers where it takes a Tensor, and lists of lists for a Jagged.
+
+    Numbers become float32, unless all are bool or all are whole.
+    """
+    hints = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> R:
+        named = {**dict(zip(hints, args, strict=False)), **kwargs}
+        made = {name: _from_list(value, hints.get(name, "")) for name, value in named.items()}
+        return function(*(made[name] for name, _ in zip(hints, args, strict=False)), **{k: made[k] for k in kwargs})
+
+    return wrapped
+
+
+def _from_list(value: Any, hint: str) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    if "Jagged" in hint:
+        return Jagged.from_rows([torch.as_tensor(row) for row in value])
+    return torch.as_tensor(value) if "Tensor" in hint else value
 
 
 def _dtype_of(rows: Sequence[Any]) -> torch.dtype:

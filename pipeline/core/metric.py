@@ -16,6 +16,9 @@ class Metric:
         name: name as passed to `context.log`; <part> is a placeholder for a part that varies.
         unit: unit of the number, such as "tokens", "s", "share" (0 to 1), "nats".
         text: the definition, one sentence.
+        alarm: of a share, what it means that it is 1 in every iteration, and what to do: a sentence or two that follow
+            "… was 1 in iterations 0 to 9: "; "" where that is nothing to warn of. The run warns as it does of
+            iterations that train nothing.
 
     >>> Metric("pass_at_<k>", "share", "").fits("pass_at_8")
     True
@@ -24,6 +27,7 @@ class Metric:
     name: str
     unit: str
     text: str
+    alarm: str = ""
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:

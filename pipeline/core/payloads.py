@@ -18,6 +18,7 @@ from torch import Tensor
 
 from creditgraph.pipeline.core.errors import AlignmentError
 from creditgraph.pipeline.core.jagged import Jagged, concat_rows, num_rows, select_rows
+from creditgraph.pipeline.core.shown import Shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +32,8 @@ class Payload:
         return self
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Batch(Payload):
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Batch(Shown, Payload):
     """Rows with unique ids.
 
     Attributes:
@@ -91,7 +92,7 @@ class Batch(Payload):
         return rows
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Prompts(Batch):
     """Problems to solve.
 
@@ -115,7 +116,7 @@ class Prompts(Batch):
         super().__post_init__()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Trajectories(Batch):
     """Sampled responses.
 
@@ -167,7 +168,7 @@ class Trajectories(Batch):
         return self.response_tokens.spread(self.policy_version.to(self.response_tokens.values.device, torch.int32))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Rewards(Batch):
     """Outcome of each trajectory.
 
@@ -184,7 +185,7 @@ class Rewards(Batch):
     detail: list[str]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Turns(Batch):
     """Which turn of which episode each trajectory is: one row per turn, uids are those of the trajectories.
 
@@ -208,7 +209,7 @@ class Turns(Batch):
     fault: list[str]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StepErrors(Batch):
     """First wrong step of each (failed) trajectory.
 
@@ -221,7 +222,7 @@ class StepErrors(Batch):
     source: list[str]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Segments(Batch):
     """Segment boundaries of each response.
 
@@ -232,7 +233,7 @@ class Segments(Batch):
     ends: Jagged
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SegmentValues(Batch):
     """Estimated value at segment boundaries.
 
@@ -257,7 +258,7 @@ class SegmentValues(Batch):
         return self.logs.with_values(torch.exp(self.logs.values - largest[self.logs.row_ids]))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Credit(Batch):
     """The credit of each token, as the objective reads it.
 
@@ -271,8 +272,18 @@ class Credit(Batch):
     mask: Jagged
     columns: dict[str, Jagged] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("advantage", "mask"):
+            if not isinstance(getattr(self, name), Jagged):
+                raise AlignmentError(
+                    f"Credit.{name}: expected a Jagged with one value per response token, got a "
+                    f"{type(getattr(self, name)).__name__}. One number per trajectory becomes one by "
+                    "trajectories.response_tokens.spread(numbers)."
+                )
+        super().__post_init__()
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TokenLogprobs(Batch):
     """Log-probs of sampled tokens under the learner; minus the engine's, they are the log-ratio of the two.
 

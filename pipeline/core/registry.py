@@ -23,6 +23,7 @@ from creditgraph.pipeline import ROOT
 from creditgraph.pipeline.core.errors import ConfigError, any_extra, did_you_mean, raised_text
 from creditgraph.pipeline.core.settings import build_config
 
+OF_FILE = "own_"  # begins the name of a module that was loaded from a file
 ENTRY_POINT_GROUP = "creditgraph.components"
 
 # One line per component, kept in the order a prompt travels.
@@ -205,7 +206,7 @@ def load_own(name: str, what: str) -> Any:
 def _file_module(path: Path) -> ModuleType:
     """The module in a file, run anew."""
     # Under a name that hides no other module; dataclasses look their module up under it.
-    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from creditgraph.pipeline.core.errors import did_you_mean, nearest
+from creditgraph.pipeline.core.foreign import ours
 
 _FAILED = object()
 
@@ -95,7 +96,8 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
     if isinstance(values, config_class):
         return values
     if not isinstance(values, Mapping):
-        problems.append(f"{place}: expected settings as 'name: value' pairs, got {_shown(values)}.")
+        step = _first(config_class, values, place)
+        problems.append(f"{place}: expected settings as 'name: value' pairs, got {_shown(values)}.{step}")
         return _FAILED
     if not dataclasses.is_dataclass(config_class):
         problems.append(
@@ -112,10 +114,8 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
     # A class is built only when all of its settings are valid, so __post_init__ sees no wrong types.
     count = len(problems)
-    for key in values:
-        if key not in fields:
-            hint = did_you_mean(str(key), fields) if fields else " There are no settings here."
-            problems.append(f"{place}.{key}: unknown setting.{hint}")
+    unknown = [str(key) for key in values if key not in fields]
+    problems += [f"{place}.{key}: unknown setting.{_meant(config_class, key, place)}" for key in unknown]
     arguments = {}
     for name, f in fields.items():
         if name in values:
@@ -132,6 +132,29 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
     except ValueError as error:
         problems.append(f"{place}: {error}")
         return _FAILED
+
+
+def _meant(config_class: Any, key: str, place: str) -> str:
+    """What a user who gives an unknown setting may mean: one deeper down, one that others call so, or the nearest."""
+    deeper = settings_named(config_class, key)
+    if deeper:
+        return f" Did you mean {' or '.join(f'{place}.{name}' for name in deeper[:3])}?"
+    known = [f.name for f in dataclasses.fields(config_class) if f.init]
+    return ours(key) or (did_you_mean(key, known) if known else " There are no settings here.")
+
+
+def _first(config_class: Any, value: Any, place: str) -> str:
+    """How one value for a group of settings is written: as its choice by name, or as its first setting."""
+    if not dataclasses.is_dataclass(config_class):
+        return ""
+    if value in getattr(config_class, "choices", ()):
+        return f" Write {place}.use={value}."
+    first = next(iter(dataclasses.fields(config_class)), None)
+    return (
+        f" Its settings begin with {place}.{first.name} ({type_text(_hints(config_class)[first.name])})."
+        if first
+        else ""
+    )
 
 
 def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:

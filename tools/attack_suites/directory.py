@@ -79,7 +79,7 @@ COMMANDS = {
     "credit": (2, ["credit", "recipe=toy_grpo", "{run}"]),
     "replay": (2, ["replay", "{run}", "--iteration", "0", "--node", "advantage"]),
     "eval": (2, ["eval", "run={run}", "suite=toy"]),
-    "creditbench": (2, ["creditbench", "--methods", "grpo", "--run", "{run}", "--quick", "--out", "{out}/bench"]),
+    "creditbench": (2, ["creditbench", "--methods", "grpo", "--run", "{run}", "--quick", "--output", "{out}/bench"]),
 }
 
 

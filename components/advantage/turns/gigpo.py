@@ -48,7 +48,13 @@ class GiGPO(TurnAdvantage):
     metrics: ClassVar[tuple[Metric, ...]] = (
         *TURN_METRICS,
         Metric("state_group_size", "turns", "turns of a group that start in the same state, mean over turns"),
-        Metric("alone_share", "share", "turns whose state no other turn of their group has; no step advantage"),
+        Metric(
+            "alone_share",
+            "share",
+            "turns whose state no other turn of their group has; no step advantage",
+            alarm="no turn shared its state with another of its group, so the method was GRPO over episodes. The "
+            "environment's `state` is missing or too fine (docs/turns.md).",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,11 @@ class GiGPO(TurnAdvantage):
                 raise ValueError(f"expected 0 ≤ gamma ≤ 1, got {self.gamma}.")
 
     config: Config
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """States, unless their comparison is off."""
+        return frozenset({"states"} if config.omega else ())
 
     def run(
         self,

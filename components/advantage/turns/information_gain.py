@@ -15,10 +15,11 @@ from creditgraph.components.advantage.turns.base import (
     start_values,
 )
 from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
 
+@takes_lists
 def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
     """r_t = v(s_{t+1}) − v(s_t) for each turn but an episode's last, whose r is the episode's outcome; float64 [N].
 

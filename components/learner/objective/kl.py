@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.learner.objective.base import MAX_LOG_RATIO
+from creditgraph.pipeline.core.jagged import takes_lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class KL:
             raise ValueError(f"expected coefficient ≥ 0 (0 is off), got {self.coefficient}.")
 
 
+@takes_lists
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Elementwise estimate; both inputs of one shape, nats. d is clamped to ±20 inside k3's exponential."""
     d = logprobs - reference

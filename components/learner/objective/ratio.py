@@ -7,7 +7,7 @@ from torch import Tensor
 
 from creditgraph.components.learner.objective.base import MAX_LOG_RATIO
 from creditgraph.components.learner.objective.meters import Meters
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 
 RATIO_METRICS: tuple[Metric, ...] = (
@@ -51,6 +51,7 @@ def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+@takes_lists
 def mean_log_ratio(log_ratio: Jagged, gate: Tensor) -> Tensor:
     """Mean of the gated log ratios of each row at each of its tokens, float32 [total]; 0 in a row without a gate."""
     count = log_ratio.with_values(gate).sum().clamp(min=1)
@@ -61,6 +62,7 @@ def mean_log_ratio(log_ratio: Jagged, gate: Tensor) -> Tensor:
     return log_ratio.spread(log_ratio.with_values(weighted).sum()).values.float()
 
 
+@takes_lists
 def surrogate(ratio: Tensor, advantage: Tensor, clip: Clip) -> Tensor:
     """−min(R A, clip(R, 1−ε_lo, 1+ε_hi) A), and for A < 0 at most −c A under dual clip. Elementwise, all [n]."""
     bounded = ratio.clamp(1 - clip.clip_low, 1 + clip.clip_high)

@@ -1,6 +1,6 @@
 """`creditgraph compare`: which methods learn faster than GRPO at equal sampled tokens, on the embedded task.
 
-Each run is a `creditgraph train` in --out, continued until it has sampled its tokens; finished ones are kept, so the
+Each run is a `creditgraph train` in --output, continued until it has sampled its tokens; finished ones are kept, so the
 command can be stopped and started again, or given more seeds, methods or tokens. Prints the table and writes table.md,
 result.json and compare.png. docs/lab.md explains the columns.
 """
@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from creditgraph.pipeline.app.arguments import add_config_dir, add_output, add_settings
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 
 SUMMARY = "Train methods at equal sampled tokens and test which learn faster than GRPO."
@@ -23,12 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph compare                                   # every listed method, three seeds, 400k tokens\n"
-        "  creditgraph compare --recipes srpo vineppo --tokens 1000000 --seeds 0 1 2 3 4 --jobs 2\n"
+        "  creditgraph compare --methods srpo vineppo --tokens 1000000 --seeds 0 1 2 3 4 --jobs 2\n"
         "  creditgraph compare --set learner.optimizer.lr=3e-4   # settings for all runs\n"
         "  creditgraph compare --report                          # table and figure of the finished runs"
     )
     parser.add_argument(
-        "--recipes",
+        "--methods",
         nargs="+",
         metavar="NAME",
         help="methods or recipes, settings after commas; grpo comes first anyway",
@@ -40,9 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--every", type=int, default=10, help="iterations between evaluations")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all runs")
-    parser.add_argument("--config-dir", nargs="+", default=[], help="folders with further recipes")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder for runs and results")
+    add_settings(parser, "settings for all runs")
+    add_config_dir(parser, "graph/, recipe/ …")
+    add_output(parser, "DIR", "folder for runs and results", type=Path, default=Path("runs/compare"))
     parser.add_argument("--report", action="store_true", help="train nothing")
 
 
@@ -57,10 +58,10 @@ def main(options: argparse.Namespace) -> int:
     from creditgraph.pipeline.run.metrics import plain
 
     started = time.monotonic()
-    folder = options.out.resolve()
+    folder = options.output.resolve()
     settings = (f"evaluator.every={options.every}", "run.record.every=0", *options.set)
     plan = Plan(budget=options.tokens, folder=folder, overrides=settings, config_dirs=tuple(options.config_dir))
-    methods = choose_methods(options.recipes, options.config_dir, to_train=True)
+    methods = choose_methods(options.methods, options.config_dir, to_train=True)
     for method in methods:
         method.experiment(*settings, config_dirs=options.config_dir)  # a mistake shows before anything is trained
     failed = {}

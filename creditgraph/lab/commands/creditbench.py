@@ -1,6 +1,6 @@
 """`creditgraph creditbench`: the credit of methods beside true values, per thought of a response or turn of an episode.
 
-Prints the table and writes table.md, result.json and creditbench.png to --out. docs/lab.md explains the
+Prints the table and writes table.md, result.json and creditbench.png to --output. docs/lab.md explains the
 columns.
 """
 
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import add_trust
+from creditgraph.pipeline.app.arguments import add_config_dir, add_output, add_settings, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Compare the credit of methods with true values, per thought or turn."
@@ -64,11 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SCORES",
         help="with --predict: scores.json of tools/evidence, or DIR/CELL[/STATE]/result.json",
     )
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all methods, such as prompts.batch=32"
-    )
-    parser.add_argument("--config-dir", nargs="+", default=[], help="folders with further recipes")
-    parser.add_argument("--out", type=Path, default=Path("runs/creditbench"), help="folder for the results")
+    add_settings(parser, "settings for all methods, such as prompts.batch=32")
+    add_config_dir(parser, "graph/, recipe/ …")
+    add_output(parser, "DIR", "folder for the results", type=Path, default=Path("runs/creditbench"))
     parser.add_argument("--quick", action="store_true", help="one method, one seed, 4 prompts, 8 continuations")
 
 
@@ -110,13 +108,13 @@ def main(options: argparse.Namespace) -> int:
     bench = CreditBench(methods, options.seeds, settings, lambda text: print(text, file=sys.stderr, flush=True))
     result = bench.measure()
     seconds = time.monotonic() - started
-    options.out.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     text = table(result)
-    (options.out / "table.md").write_text(text + "\n")
+    (options.output / "table.md").write_text(text + "\n")
     result = {"settings": vars(options), "seconds": seconds, **result}
-    (options.out / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n")
-    draw(result, options.out / "creditbench.png")
-    print(f"{text}\n\n{seconds:.0f} s; wrote {options.out}/{{table.md,result.json,creditbench.png}}")
+    (options.output / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n")
+    draw(result, options.output / "creditbench.png")
+    print(f"{text}\n\n{seconds:.0f} s; wrote {options.output}/{{table.md,result.json,creditbench.png}}")
     return 0
 
 

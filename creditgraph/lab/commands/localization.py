@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from creditgraph.pipeline.app.arguments import add_output
 from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-words", type=int, default=0, help="steps with fewer words do not count in a deviation (default: 0)"
     )
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="default: localization in the run")
+    add_output(parser, "DIR", "default: localization in the run", type=Path)
     parser.add_argument("--format", choices=["png", "svg"], default="png", help="of the figure (default: png)")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 

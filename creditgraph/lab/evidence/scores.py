@@ -107,8 +107,8 @@ class ScoreBench:
         # Results of earlier calls stay; the prompts and rollouts of a seed and a policy are the same in all of them.
         out = folder / str(len(list(folder.glob("*/result.json"))))
         arguments = ["creditbench", "--suite", suite]
-        arguments += ["--methods", *texts, "--set", *settings, "--seeds", *SEEDS]
-        arguments += ["--samples", str(SAMPLES), "--max-rows", str(ROWS), "--out", str(out)]
+        arguments += ["--methods", *texts, *(f"--set={setting}" for setting in settings), "--seeds", *SEEDS]
+        arguments += ["--samples", str(SAMPLES), "--max-rows", str(ROWS), "--output", str(out)]
         if share:
             done = len(list((policy / "checkpoints").glob("0*")))
             arguments += ["--run", str(policy), "--iteration", str(max(round(share * done) - 1, 0))]

@@ -154,10 +154,10 @@ def sampler_of(graph: Graph) -> Node:
     """The first node that samples rollouts, in thoughts; ConfigError when there is none."""
     for node in graph.nodes:
         if samples_rollouts(node) and hasattr(node.config, "sampling"):
-            if node.config.sampling().thoughts is None:
+            if node.config.mode == "plain":
                 raise ConfigError(
                     f"node '{node.name}': samples whole responses, which have no steps to reset to; expected thoughts. "
-                    f"Set {node.name}.mode=thought."
+                    f"Set {node.name}.mode=thought, or line."
                 )
             return node
     raise ConfigError(f"no node of the graph ({', '.join(graph.names)}) says how its rollouts are sampled.")

@@ -59,7 +59,7 @@ def returns(target: AdvantageTarget) -> Finding:
     except Exception as error:  # a function from outside may fail in any way
         raise AuditError(
             f"{target.name}: raised {type(error).__name__} on two groups of two rows: {error}. It was called with "
-            f"{target.note}; --bind PARAMETER=COLUMN and -o PARAMETER=VALUE change that."
+            f"{target.note}; --bind PARAMETER=COLUMN and -s PARAMETER=VALUE change that."
         ) from error
     bad = int((~np.isfinite(result[BATCHES[0].mask])).sum())
     if bad:

@@ -28,7 +28,7 @@ def returns(target: LossTarget) -> Finding:
     except Exception as error:  # a function from outside may fail in any way
         raise AuditError(
             f"{target.name}: raised {type(error).__name__} on six rows: {error}. It was called with {target.note}; "
-            "--bind PARAMETER=COLUMN and -o PARAMETER=VALUE change that."
+            "--bind PARAMETER=COLUMN and -s PARAMETER=VALUE change that."
         ) from error
     if not np.isfinite(value) or not np.isfinite(gradient).all():
         bad = int((~np.isfinite(gradient)).sum())

@@ -168,7 +168,7 @@ def bind(function: Callable[..., Any], name: str, given: Mapping[str, str], sett
         function: the function.
         name: as the user named it.
         given: parameter → column, from the user (`--bind`).
-        settings: parameter → value, from the user (`-o`).
+        settings: parameter → value, from the user (`-s`).
 
     Raises:
         AuditError: a required parameter is of no known name, or a name given is no parameter.
@@ -201,7 +201,7 @@ def bind(function: Callable[..., Any], name: str, given: Mapping[str, str], sett
         raise AuditError(
             f"{name}({', '.join(names)}): nothing is known of {', '.join(unknown)}. Known names are {known}. Say what "
             f"it is with --bind {unknown[0]}=COLUMN (one of {', '.join(sorted(everything))}), or give a value with "
-            f"-o {unknown[0]}=VALUE."
+            f"-s {unknown[0]}=VALUE."
         )
     return Binding(columns=columns, settings=values, arrays=_arrays(function, parameters))
 
@@ -313,7 +313,7 @@ def instance(cls: type, name: str, settings: Mapping[str, Any]) -> Callable[...,
     Args:
         cls: the class.
         name: as the user named it.
-        settings: of its constructor, from the user (`-o`).
+        settings: of its constructor, from the user (`-s`).
 
     Raises:
         AuditError: it cannot be made of these settings, or is not called.
@@ -323,7 +323,7 @@ def instance(cls: type, name: str, settings: Mapping[str, Any]) -> Callable[...,
     except Exception as error:  # a constructor from outside may fail in any way
         raise AuditError(
             f"{name}{inspect.signature(cls)}: making one with {dict(settings) or 'no settings'} raised "
-            f"{type(error).__name__}: {error}. Give its settings with -o NAME=VALUE."
+            f"{type(error).__name__}: {error}. Give its settings with -s NAME=VALUE."
         ) from error
     call = getattr(made, "forward", made)
     if not callable(call):

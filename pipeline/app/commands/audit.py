@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from creditgraph.pipeline.app.arguments import add_trust
+from creditgraph.pipeline.app.arguments import add_settings, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph audit my_trainer.core:compute_advantage\n"
-        "  creditgraph audit loss.py:policy_loss --bind logp=logprobs -o clip=0.2\n"
-        "  creditgraph audit advantage.group -o normalize=mean\n"
+        "  creditgraph audit loss.py:policy_loss --bind logp=logprobs -s clip=0.2\n"
+        "  creditgraph audit advantage.group -s normalize=mean\n"
         "  creditgraph audit recipe=toy_grpo\n"
         "  creditgraph audit rollouts.parquet --columns reward=score group=prompt_id\n"
         "exit code: 1 if a check fails that is not declared"
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind", nargs="+", action="extend", default=[], metavar="parameter=column", help="what a parameter is given"
     )
-    parser.add_argument("-o", dest="set", action="append", default=[], metavar="setting=value", help="a setting")
+    add_settings(parser, "a setting")
     parser.add_argument(
         "--kind", choices=("advantage", "loss"), help="of a function; read from its parameters otherwise"
     )

@@ -6,19 +6,19 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from creditgraph.pipeline.app.arguments import add_settings
+
 SUMMARY = "Check your component or environment against its contract, by its declarations and by running it."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
-        "examples:\n  creditgraph check my_package.ideas:MyAdvantage -o strength=0.5\n"
+        "examples:\n  creditgraph check my_package.ideas:MyAdvantage -s strength=0.5\n"
         "  creditgraph check my_game.py:Game --problems problems.jsonl"
     )
     parser.add_argument("target", metavar="module:Class", help="or a registered name, or path/to/file.py:Class")
-    parser.add_argument(
-        "-o", dest="set", action="append", default=[], metavar="setting=value", help="a setting for the two runs"
-    )
+    add_settings(parser, "a setting for the two runs")
     parser.add_argument(
         "--problems", type=Path, help="what an environment is reset with: JSON lines; by default of the embedded task"
     )

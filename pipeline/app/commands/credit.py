@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import add_config_dir, add_trust
+from creditgraph.pipeline.app.arguments import add_config_dir, add_output, add_trust
 from creditgraph.pipeline.app.text import visible
 from creditgraph.pipeline.core.errors import ConfigError
 
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, default=64, help="continuations per thought for the true advantage; 0 leaves it out"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: credit.html in the run")
+    add_output(parser, "FILE", "default: credit.html in the run")
     add_config_dir(parser, "graph/, recipe/ …")
 
 

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="check: rows to check; 0 checks all (default: 2000)")
     parser.add_argument("--model", help="check: show prompts and count tokens with this model's tokenizer")
     parser.add_argument("--verifier", metavar="USE", help="check: this verifier instead of the one of the data file")
-    parser.add_argument("-n", "--prompts", type=int, help="preview: prompts to show (default: 2)")
+    parser.add_argument("--prompts", type=int, help="preview: prompts to show (default: 2)")
     parser.add_argument(
         "--tokens", type=int, help="preview: tokens to show of each, from both ends; 0 shows all (default: 400)"
     )

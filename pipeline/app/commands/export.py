@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from creditgraph.pipeline.app.arguments import add_trust
+from creditgraph.pipeline.app.arguments import add_output, add_trust
 from creditgraph.pipeline.core.errors import RunError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph export runs/toy_srpo-s0 --output exported --push me/toy-srpo"
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory, of learner.hf or learner.megatron")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="folder to make; must not exist")
+    add_output(parser, "DIR", "folder to make; must not exist", type=Path, required=True)
     parser.add_argument("--iteration", type=int, help="of the checkpoint, from 0; default: the newest")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload it too, to a private repository of the hub")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_output, add_overrides
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
 from creditgraph.pipeline.run.compose.experiment import build_experiment, check_shipped, compose
@@ -18,12 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = OVERRIDES_HELP
     add_overrides(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write to a file (.svg, or .mmd and .md for mermaid) instead of printing mermaid",
-    )
+    add_output(parser, "FILE", "write to a file (.svg, or .mmd and .md for mermaid) instead of printing mermaid")
     parser.add_argument(
         "--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine"
     )

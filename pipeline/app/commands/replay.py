@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from creditgraph.pipeline.app.arguments import add_trust
+from creditgraph.pipeline.app.arguments import add_output, add_settings, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.registry import known_components
 
@@ -19,8 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
     parser.epilog = (
         "examples:\n"
-        "  creditgraph replay runs/toy_srpo-s0 --iteration 12 --node advantage -o normalize=mean\n"
-        "  creditgraph replay advantage.group trajectories=t.parquet rewards=r.parquet -o normalize=mean --output out/"
+        "  creditgraph replay runs/toy_srpo-s0 --iteration 12 --node advantage -s normalize=mean\n"
+        "  creditgraph replay advantage.group trajectories=t.parquet rewards=r.parquet -s normalize=mean -o out/"
     )
     parser.add_argument("target", metavar="RUN|COMPONENT", help="run directory, registered name or module:Class")
     parser.add_argument(
@@ -36,10 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="of a component: model folder for a policy input (default: the embedded one)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of a component: default cpu")
     parser.add_argument("--seed", type=int, help="of a component: random seed, default 0")
-    parser.add_argument(
-        "-o", "--set", action="append", default=[], metavar="setting=value", help="a setting of the component"
-    )
-    parser.add_argument("--output", metavar="DIR", help="write each output as Parquet there")
+    add_settings(parser, "a setting of the component")
+    add_output(parser, "DIR", "write each output as Parquet there")
 
 
 def main(options: argparse.Namespace) -> int:

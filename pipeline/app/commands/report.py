@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import add_trust
+from creditgraph.pipeline.app.arguments import add_output, add_trust
 from creditgraph.pipeline.app.text import visible
 from creditgraph.pipeline.core.errors import RunError
 
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="runs, or folders of them; those that differ by seed alone share a line"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the first run")
+    add_output(parser, "FILE", "default: report.html in the first run")
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this host")
     parser.add_argument("--title", help="heading of the page")
     parser.add_argument(

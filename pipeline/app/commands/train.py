@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from creditgraph.components.models.gpus import DEVICES, Device, kind_of
 from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides, add_trust
@@ -81,9 +81,7 @@ def main(options: argparse.Namespace) -> int:
             check_gpu(experiment, 1, None)
         return _train_all(experiments)
     (experiment,) = experiments
-    for node in experiment.graph.nodes:
-        for name, value in node.cls.environment(node.config).items():
-            os.environ.setdefault(name, value)
+    _set_environment(experiment)
     ranks = plan_ranks(experiment.graph, meeting.ranks)
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
@@ -91,6 +89,24 @@ def main(options: argparse.Namespace) -> int:
     from creditgraph.pipeline.run.distributed.processes import run_together
 
     return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
+
+
+def _set_environment(experiment: Experiment) -> None:
+    for node in experiment.graph.nodes:
+        for name, value in node.cls.environment(node.config).items():
+            os.environ.setdefault(name, value)
+
+
+def train_here(experiment: Experiment, stream: TextIO) -> int:
+    """Trains in a process that may do other things, such as a notebook; returns the exit code of `Outcome`."""
+    from creditgraph.pipeline.app.preflight import check_present
+    from creditgraph.pipeline.app.trackers import check_sinks
+
+    check_present(experiment)
+    check_sinks(experiment.run)
+    _set_environment(experiment)
+    check_gpu(experiment, 1, None)
+    return train(experiment, stream=stream)
 
 
 def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) -> str:
@@ -127,6 +143,7 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     chosen = [options.overrides]
     if options.multirun:
         chosen = combinations(options.overrides, options.config_dir)
+    from creditgraph.pipeline.app.preflight import check_present
     from creditgraph.pipeline.app.trackers import check_sinks
 
     named = chosen[0][:1]
@@ -135,6 +152,7 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     else:
         experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
+        check_present(experiment)
         check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments
@@ -158,8 +176,11 @@ def _train_all(experiments: Sequence[Experiment]) -> int:
     return 0
 
 
-def train(experiment: Experiment, team: Team | None = None) -> int:
-    """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
+def train(experiment: Experiment, team: Team | None = None, stream: TextIO | None = None) -> int:
+    """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`.
+
+    Progress goes to `stream`, by default the error stream.
+    """
     import torch
 
     from creditgraph.pipeline.app.drawing import draw
@@ -181,7 +202,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
             write_aside(run.path / name, text)
         team.barrier()
         finished = team.from_first(iterations_of_finished(run, settings.iterations))
-        outcome, watch = _finished(experiment, run, finished) if finished else _run(experiment, team, run)
+        outcome, watch = _finished(experiment, run, finished) if finished else _run(experiment, team, run, stream)
         # A preempted run will continue soon, and others need its machine now.
         table = write_results(run.path, picture=outcome.exit_code == 0, warning=watch.summary())
     print(table)
@@ -215,7 +236,9 @@ def _finished(experiment: Experiment, run: RunDirectory, done: int) -> tuple[Out
     return Outcome("finished", done), _watch(experiment, run)
 
 
-def _run(experiment: Experiment, team: Team, run: RunDirectory) -> tuple[Outcome, SignalWatch]:
+def _run(
+    experiment: Experiment, team: Team, run: RunDirectory, stream: TextIO | None = None
+) -> tuple[Outcome, SignalWatch]:
     """Runs what is left of a run."""
     from creditgraph.pipeline.app.progress import Progress
     from creditgraph.pipeline.app.trackers import make_sinks
@@ -231,7 +254,7 @@ def _run(experiment: Experiment, team: Team, run: RunDirectory) -> tuple[Outcome
             total = settings.iterations
             print(f"{run.path}: continuing after iteration {done - 1} ({done} of {total} are done)", flush=True)
         watch = _watch(experiment, run)  # of what `restore` has left in metrics.jsonl
-        with Progress(settings.iterations, done, watch=watch) as executor.observer:
+        with Progress(settings.iterations, done, stream, watch) as executor.observer:
             return executor.run(), watch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -12,11 +13,14 @@ from creditgraph.components.engine.vocabulary import eos_mask, generation_config
 from creditgraph.components.models.load import context_length, load_config, load_tokenizer
 from creditgraph.components.prompts.dataset import DatasetPrompts
 from creditgraph.components.text.templates import special_ids
+from creditgraph.pipeline.app.data.asked import asked, on_cpu
 from creditgraph.pipeline.app.text import visible
-from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.component import ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.core.payloads import Prompts
+from creditgraph.pipeline.core.sockets import Node
 from creditgraph.pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.session import GraphSession
 
 _SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
 
@@ -31,7 +35,7 @@ class Piece:
 
 
 def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
-    """Runs the configuration's own prompts node for its first batches; loads the tokenizer, no model.
+    """Prints the first prompts of the configuration, and what its other nodes ask; loads the tokenizer, no model.
 
     Args:
         experiment: the configuration.
@@ -47,22 +51,48 @@ def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     if node is None:
         raise ConfigError(f"data preview: the graph has no node of prompts.dataset.{did_you_mean('prompts', nodes)}")
     tokenizer = load_tokenizer(experiment.model)
-    component: Any = node.cls(node.config)
-    component.setup(Context(node=node.name, seed=experiment.run.seed, model=experiment.model, data=experiment.data))
     console = Console(highlight=False, soft_wrap=True)
+    with GraphSession(on_cpu(experiment)) as session:
+        prompts, templates = _print_prompts(console, session, node, tokenizer, count, max_tokens)
+    _print_ends(console, experiment, node, prompts, templates[0], tokenizer)
+
+
+def _print_prompts(
+    console: Console, session: GraphSession, node: Node, tokenizer: Any, count: int, max_tokens: int
+) -> tuple[list[list[Piece]], list[str]]:
+    """Prints `count` problems and what else is asked; returns tokens and template of each problem."""
+    component: Any = session.runner(node).component
+    first: Prompts | None = None
     prompts: list[list[Piece]] = []
     templates: list[str] = []
     count = min(count, len(component.rows))
     while len(prompts) < count:
         batch = component.run().batch
+        first = batch if first is None else first
         for row in range(min(len(batch), count - len(prompts))):
             prompts.append(_pieces(batch.tokens.row(row).tolist(), tokenizer))
             templates.append(batch.metadata[row]["template"])
-            _print_prompt(console, len(prompts), batch, row, prompts[-1], max_tokens)
+            metadata = batch.metadata[row]
+            head = f"prompt {len(prompts)}: row {metadata['source_row']} of the data, template {templates[-1]}"
+            _print_pieces(console, head, prompts[-1], max_tokens, f", answer '{visible(batch.answer[row][:80])}'")
+    if first is not None:
+        for request in asked(session, node, first.select(torch.arange(min(len(first), 2))), tokenizer):
+            if request.reason:
+                console.print(Text(f"note: what '{request.node}' asks cannot be shown: {visible(request.reason)}"))
+                continue
+            head = f"'{request.node}' asks, about a wrong answer made up for this preview"
+            _print_pieces(console, head, _pieces(request.tokens, tokenizer), max_tokens)
+    return prompts, templates
+
+
+def _print_ends(
+    console: Console, experiment: Experiment, node: Node, prompts: list[list[Piece]], template: str, tokenizer: Any
+) -> None:
+    """Prints what ends a response, how much room there is, and likely mistakes."""
     ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in _stop_ids(experiment.model, tokenizer)}
     console.print(Text("a response ends", "bold"))
     console.print(Text("  at      " + ", ".join(f"{visible(token)} ({i})" for i, token in ends.items())))
-    for name, config in ((n.name, n.config) for n in nodes.values()):
+    for name, config in ((n.name, n.config) for n in experiment.graph.nodes):
         if hasattr(config, "sampling") and hasattr(config, "thoughts"):
             by_thoughts = config.mode == "thought"
             strings = [config.thoughts.stop, config.thoughts.final] if by_thoughts else list(config.stop)
@@ -73,17 +103,13 @@ def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     console.print(Text(f"  context {context:,} tokens; the longest prompt above leaves {room:,}"))
     limit = f"  prompts of more than {min(node.config.max_tokens, context - 1):,} tokens are rejected and counted"
     console.print(Text(f"{limit} ({node.name}.max_tokens)"))
-    for warning in _warnings(prompts, templates[0], tokenizer, ends):
+    for warning in _warnings(prompts, template, tokenizer, ends):
         console.print(Text(f"note: {visible(warning)}"))
 
 
-def _print_prompt(
-    console: Console, number: int, batch: Prompts, row: int, pieces: list[Piece], max_tokens: int
-) -> None:
-    metadata = batch.metadata[row]
+def _print_pieces(console: Console, head: str, pieces: list[Piece], max_tokens: int, rest: str = "") -> None:
     count = len(pieces)
-    head = f"prompt {number}: row {metadata['source_row']} of the data, template {metadata['template']}, {count} tokens"
-    console.print(Text(f"{head}, answer '{visible(batch.answer[row][:80])}'", "bold"))
+    console.print(Text(f"{head}, {count} tokens{rest}", "bold"))
     parts = [pieces]
     if max_tokens and count > max_tokens:
         parts = [pieces[: max_tokens // 2], pieces[count - (max_tokens - max_tokens // 2) :]]

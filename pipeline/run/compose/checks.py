@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
+from creditgraph.pipeline.core.foreign import all_ours
 from creditgraph.pipeline.core.registry import load_class
 from creditgraph.pipeline.core.settings import settings_named
 from creditgraph.pipeline.run.compose.overrides import Override
@@ -179,7 +180,9 @@ def section_hint(section: str, settings: Any, nodes: Mapping[str, Any], reserved
             places += [f"{name}.{setting}" for setting in settings_named(load_class(spec["use"]).Config, section)]
         except Exception:  # reported by the graph's check
             continue
-    return f" Did you mean {' or '.join(places[:3])}?" if places else did_you_mean(section, [*nodes, *reserved])
+    if places:
+        return f" Did you mean {' or '.join(places[:3])}?"
+    return all_ours(section, settings) or did_you_mean(section, [*nodes, *reserved])
 
 
 def joined(problems: Iterable[str], nodes: Mapping[str, Any]) -> list[str]:

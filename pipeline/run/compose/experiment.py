@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from creditgraph.pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
+from creditgraph.pipeline.core.foreign import all_ours
 from creditgraph.pipeline.core.registry import build_component
 from creditgraph.pipeline.core.settings import place_settings
 from creditgraph.pipeline.run.compose.checks import (
@@ -230,7 +231,8 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
         problems += sentences
     data = values.get("data") or {}
     if not isinstance(data, dict) or any(not isinstance(v, dict) for v in data.values()):
-        problems.append(f"data: expected one mapping per split, such as data.train and data.eval, got {data!r}.")
+        hint = all_ours("data", data)
+        problems.append(f"data: expected one mapping per split, such as data.train and data.eval, got {data!r}.{hint}")
     else:
         problems += [
             f"data.{name}: no source, and no split of that name in the files.{hint}"

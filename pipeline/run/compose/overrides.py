@@ -58,14 +58,28 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
         if is_group:
             known = list_choices(group, dirs)
             problems += [
-                f"override '{text}': no {group} named '{choice}'.{did_you_mean(choice, known)}"
+                f"override '{text}': no {group} named '{choice}'."
+                f"{_as_path(group, choice) or did_you_mean(choice, known)}"
                 for choice in ([] if text.startswith("~") else value.split(","))
                 if choice not in known and choice != "null" and not choice.startswith("[")
             ]
         parsed.append(Override(text, key, value, is_group))
+    for group in dict.fromkeys(item.key for item in parsed if item.is_group):
+        given = [item.text for item in parsed if item.key == group]
+        if len(given) > 1:
+            problems.append(
+                f"{' '.join(given)}: {len(given)} choices of one {group}; expected one. Leave the others out."
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     return parsed
+
+
+def _as_path(group: str, choice: str) -> str:
+    """How a path or a name on the hub, given in place of a file of a group, is written."""
+    setting = {"model": "model.path", "data": "data=file data.train.path"}.get(group)
+    looks = "/" in choice or choice.startswith((".", "~")) or Path(choice).exists()
+    return f" A file or folder of yours is written {setting}={choice}." if setting and looks else ""
 
 
 def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[str]:
@@ -102,11 +116,11 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise ConfigError(f"-o {text}: no '='; expected setting=value, for example -o normalize=mean.")
+            raise ConfigError(f"-s {text}: no '='; expected setting=value, for example -s normalize=mean.")
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"-o {text}: the value is not YAML ({str(error).splitlines()[0]}); quote it.") from error
+            raise ConfigError(f"-s {text}: the value is not YAML ({str(error).splitlines()[0]}); quote it.") from error
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
         settings = deep_merge(settings, parsed)

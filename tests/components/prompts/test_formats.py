@@ -152,7 +152,7 @@ def test_preview_prints_every_token_and_is_safe_for_terminals(format_folders, tm
     modes = ["sampler.mode=plain", "evaluator.mode=plain"]
     model = f"model.path={format_folders['qwen_base']}"
     arguments = ["data", "preview", "recipe=toy_grpo", model, *modes, *overrides]
-    assert main([*arguments, "-n", "1", "--tokens", "0"]) == 0
+    assert main([*arguments, "--prompts", "1", "--tokens", "0"]) == 0
     said = capsys.readouterr().out
     assert all(c == "\n" or c.isprintable() for c in said)
     assert "⟦<|im_start|>⟧user" in said

@@ -25,7 +25,7 @@ def test_compare_reports_the_runs_there_are(tmp_path, capsys):
     for seed in (0, 1):
         write_run(tmp_path / f"grpo-s{seed}", [0.2, 0.3, 0.4])
         write_run(tmp_path / f"srpo-s{seed}", [0.2, 0.5, 0.6 + 0.01 * seed])
-    options = ("--recipes", "srpo", "rrpo", "--seeds", 0, 1, "--tokens", 300, "--out", tmp_path, "--report")
+    options = ("--methods", "srpo", "rrpo", "--seeds", 0, 1, "--tokens", 300, "--output", tmp_path, "--report")
     code = run("compare", *options)
     assert code == 0
     text = capsys.readouterr().out
@@ -40,15 +40,14 @@ def test_compare_reports_the_runs_there_are(tmp_path, capsys):
 
 
 def test_compare_without_runs_says_what_is_missing(tmp_path, capsys):
-    assert run("compare", "--recipes", "srpo", "--out", tmp_path, "--report") == 2
+    assert run("compare", "--methods", "srpo", "--output", tmp_path, "--report") == 2
     said = capsys.readouterr().err
     assert said == f"creditgraph compare: no run in {tmp_path} has been evaluated (train first, without --report).\n"
 
 
 @pytest.mark.parametrize("tool", ["compare", "creditbench"])
 def test_a_wrong_name_is_reported_and_nothing_runs(tmp_path, capsys, tool):
-    option = "--recipes" if tool == "compare" else "--methods"
-    assert run(tool, option, "spro", "--out", tmp_path / "out") == 2
+    assert run(tool, "--methods", "spro", "--output", tmp_path / "out") == 2
     assert f"{tool}: method 'spro': no recipe 'spro'. Did you mean 'srpo'?" in capsys.readouterr().err
     assert not (tmp_path / "out" / "result.json").exists()
 
@@ -60,8 +59,8 @@ def test_impossible_numbers_are_refused(capsys, tool, arguments):
 
 
 def test_creditbench_writes_table_result_and_figure(tmp_path, capsys):
-    settings = ("--set", "prompts.batch=2", "data.train.size=40")
-    options = ("--methods", "drgrpo", "--seeds", 0, "--samples", 2, *settings, "--out", tmp_path)
+    settings = ("--set", "prompts.batch=2", "--set", "data.train.size=40")
+    options = ("--methods", "drgrpo", "--seeds", 0, "--samples", 2, *settings, "--output", tmp_path)
     code = run("creditbench", *options)
     assert code == 0
     assert "| drgrpo      |    given |" in capsys.readouterr().out

@@ -217,10 +217,10 @@ def test_replay_gives_the_recorded_bits_and_shows_changes(finished: Path, capsys
         out = capsys.readouterr().out
         assert "the same bits as recorded" in out
         assert "differs" not in out
-    assert main(["replay", str(finished), "--iteration", "2", "--node", "advantage", "-o", "normalize=mean"]) == 0
+    assert main(["replay", str(finished), "--iteration", "2", "--node", "advantage", "-s", "normalize=mean"]) == 0
     out = capsys.readouterr().out
     assert "advantage.credit: differs from the record" in out or "mean 0 " in out
-    assert main(["replay", str(finished), "--iteration", "2", "--node", "advantage", "-o", "normalise=mean"]) == 2
+    assert main(["replay", str(finished), "--iteration", "2", "--node", "advantage", "-s", "normalise=mean"]) == 2
     assert "Did you mean 'normalize'?" in errors(capsys)
     assert main(["replay", str(finished), "--iteration", "9", "--node", "advantage"]) == 2
     assert "recorded iterations: 0-2" in errors(capsys)
@@ -232,11 +232,11 @@ def test_replay_of_a_component_on_files(finished: Path, tmp_path: Path, capsys: 
         f"trajectories={record}/sampler.trajectories/000001.parquet",
         f"rewards={record}/rewards.rewards/000001.parquet",
     ]
-    assert main(["replay", "advantage.group", *files, "-o", "normalize=mean", "--output", str(tmp_path)]) == 0
+    assert main(["replay", "advantage.group", *files, "-s", "normalize=mean", "--output", str(tmp_path)]) == 0
     assert (tmp_path / "credit.parquet").exists()
     capsys.readouterr()
     prompts = f"prompts={record}/prompts.batch/000001.parquet"
-    settings = ["-o", "mode=thought", "-o", "group_size=2", "-o", "max_tokens=128"]
+    settings = ["-s", "mode=thought", "-s", "group_size=2", "-s", "max_tokens=128"]
     assert main(["replay", "sampler.chains", prompts, "policy=engine.local", *settings]) == 0
     assert "Trajectories, 4 rows" in capsys.readouterr().out
     assert main(["replay", "advantage.group", "trajectories=/nowhere.parquet", "rewards=/nowhere.parquet"]) == 2

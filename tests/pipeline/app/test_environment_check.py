@@ -37,11 +37,11 @@ def test_sound_environments(capsys, tmp_path):
     assert "environment_toys:Fine: follows the environment contract (3 problems, 3 episodes each, of which 3 " in said
     assert main(["check", "environment_toys:Endless"]) == 0
     assert "of which 0 ended within 24 scripted turns" in capsys.readouterr().out
-    assert main(["check", "environment.stop", "-o", "rewards=[1,2]"]) == 0
+    assert main(["check", "environment.stop", "-s", "rewards=[1,2]"]) == 0
     assert "environment.stop: follows the component contract (3 problems" in capsys.readouterr().out
     tests = [{"input": "1", "output": "1"}]
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "Echo.", "tests": tests}) + "\n")
-    words = ["check", "environment.code", "--problems", str(tmp_path / "p.jsonl"), "-o", "allow_unsandboxed=true"]
+    words = ["check", "environment.code", "--problems", str(tmp_path / "p.jsonl"), "-s", "allow_unsandboxed=true"]
     assert main(words) == 0
     assert "1 problem, 3 ep" in capsys.readouterr().out
 

@@ -16,7 +16,10 @@ from creditgraph.pipeline.core.registry import load_class
         ("NaN", r"\.run: output 'credit': (\d+) of \1 values of advantage are not finite\."),
         ("Unseeded", r"\.run: two runs with the same seed differ in 'credit\.advantage'; draw from .*"),
         ("AlsoUnseeded", r"\.run: two runs with the same seed differ in 'credit\.advantage'; draw from .*"),
-        ("RowTensors", r"\.run: output 'credit': Credit\.advantage is a Tensor; expected Jagged\."),
+        (
+            "RowTensors",
+            r"\.run: Credit\.advantage: expected a Jagged with one value per response token, got a Tensor\. .*",
+        ),
         ("ShortRows", r"\.run: output 'credit': advantage has 16 values in its rows; expected one per response .*"),
         ("FewerRows", r"\.run: output 'credit' has 3 rows that are not the 16 of 'trajectories'; expected .*"),
         ("Nothing", r"\.run: run returned None; expected its declared outputs credit\. .*"),
@@ -37,10 +40,10 @@ def test_a_component_that_runs_well_is_said_to_have_run(capsys: pytest.CaptureFi
     cls = load_class("trial_toys:Fine")
     assert try_component(cls, "trial_toys:Fine", {}).findings == []
     assert try_component(cls, "trial_toys:Fine", {}).note == "run twice on 16 rows of recipe=toy_grpo"
-    assert main(["check", "trial_toys:NeedsSetting", "-o", "strength=2"]) == 0
+    assert main(["check", "trial_toys:NeedsSetting", "-s", "strength=2"]) == 0
     assert "(run twice on 16 rows of recipe=toy_grpo)" in capsys.readouterr().out
     assert main(["check", "trial_toys:NeedsSetting"]) == 0
-    assert "not run: strength: missing; expected float. Give settings with -o" in capsys.readouterr().out
+    assert "not run: strength: missing; expected float. Give settings with -s" in capsys.readouterr().out
 
 
 # Each reads another payload, so that every recipe of the trial is used.

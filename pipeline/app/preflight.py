@@ -1,0 +1,23 @@
+"""What a run needs and this machine does not have, as far as it is cheap to see: before anything loads."""
+
+from __future__ import annotations
+
+from creditgraph.components.models.load import check_folder
+from creditgraph.pipeline.core.errors import CreditgraphError, GraphError
+from creditgraph.pipeline.run.compose.experiment import Experiment
+
+
+def check_present(experiment: Experiment) -> None:
+    """Raises GraphError with a sentence for each setting, file, column, package or model folder that is missing."""
+    problems: list[str] = []
+    try:
+        check_folder(experiment.model.path)
+    except CreditgraphError as error:
+        problems.append(str(error))
+    for node in experiment.graph.nodes:
+        try:
+            problems += node.cls.lacks(node, experiment.model, experiment.data)
+        except CreditgraphError as error:
+            problems.append(str(error))
+    if problems:
+        raise GraphError(list(dict.fromkeys(problems)), experiment.run.name)
