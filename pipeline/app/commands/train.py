@@ -88,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
         return train(experiment)
     from creditgraph.pipeline.run.distributed.processes import run_together
 
-    return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
+    return run_together(meeting, ranks, device, lambda team: train(experiment, team))
 
 
 def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) -> str:
