@@ -50,6 +50,7 @@ class StubServers:
     def __init__(self, count: int, seconds: float) -> None:
         self.seen: list[Counter[str]] = [Counter() for _ in range(count)]
         self.urls: list[str] = []
+        self._kept: list[Any] = []  # servers and tasks, to which asyncio keeps weak references only
         self._seconds = seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -62,10 +63,12 @@ class StubServers:
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int = index) -> None:
                 await self._serve(index, reader, writer)
 
-            server = await asyncio.start_server(serve, "127.0.0.1", 0)
+            server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=4096)
+            self._kept.append(server)
             self.urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
     async def _serve(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._kept.append(asyncio.current_task())
         while head := await _request(reader):
             path = head.split()[1].decode()
             self.seen[index][path] += 1
@@ -91,7 +94,7 @@ class StubServers:
 async def _request(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readuntil(b"\r\n\r\n")  # requests have no body
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
         return b""
 
 
