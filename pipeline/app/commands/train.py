@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
-    from creditgraph.pipeline.run.distributed.team import plan_ranks, rendezvous
+    from creditgraph.pipeline.run.distributed.team import allow_files, plan_ranks, rendezvous
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
@@ -83,6 +83,7 @@ def main(options: argparse.Namespace) -> int:
         for name, value in node.cls.environment(node.config).items():
             os.environ.setdefault(name, value)
     ranks = plan_ranks(experiment.graph, meeting.ranks)
+    allow_files(experiment.graph, ranks.world)
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
         return train(experiment)

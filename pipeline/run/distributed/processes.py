@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 import traceback
@@ -52,7 +51,6 @@ class Processes(Team):
     def __init__(self, meeting: Rendezvous, ranks: Ranks, device: str) -> None:
         super().__init__(ranks)
         use_device(device)
-        _allow_files(ranks.world)
         self._hosts_store = meeting.hosts_store
         try:
             store: Any = TCPStore(
@@ -254,20 +252,6 @@ def _all_here(store: Any, ranks: Ranks) -> None:
     if store.add("ranks", 1) == ranks.world:
         store.set("all", "here")
     store.wait(["all"])
-
-
-def _allow_files(world: int) -> None:
-    """Raises the soft limit of open files.
-
-    gloo connects a rank to every other one in each of its groups, which from about 250 ranks on exceeds the usual limit
-    of 1,024.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 1024 + 8 * world
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )
 
 
 def _broadcast(data: Tensor | None, source: int, group: Any) -> Tensor:

@@ -34,9 +34,9 @@ def test_one_prompt_is_cut_and_every_piece_computes_what_its_rows_share_by_hand(
     # A prompt of 10 tokens with responses of 5, 6, 4, 5: the first row computes it, 10 + 20 tokens in all.
     costs, lengths, group = torch.tensor([15, 6, 4, 5]), torch.tensor([15, 16, 14, 15]), torch.zeros(4).long()
     replica = assign(costs, lengths, group, 2)
-    # Mean 15. Two pieces, [15] and [6, 4, 5], of which the second computes the prompt again, are 15 and 25. Quarters of
-    # the 30 tokens, at 7.5, 15 and 22.5, are [15], none, [6, 4] and [5]: 15, 20 and 15 with the prompt. The longest goes
-    # first, the others together, where the prompt counts once: 20 and 15 + 5.
+    # Mean 15. Two pieces, [15] and [6, 4, 5], of which the second computes the prompt again, are 15 and 25. Quarters
+    # of the 30 tokens, at 7.5, 15 and 22.5, are [15], none, [6, 4] and [5]: 15, 20 and 15 with the prompt. The longest
+    # goes first, the others together, where the prompt counts once: 20 and 15 + 5.
     assert replica.tolist() == [1, 0, 0, 1]
     assert loads(costs, lengths, group, replica, 2).tolist() == [20, 20]
     assert imbalance(costs, lengths, group, replica, 2) == pytest.approx(20 / 15)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from creditgraph.pipeline.core.graph import build_graph
 from creditgraph.pipeline.core.ranks import Ranks
-from creditgraph.pipeline.run.distributed.team import DistributedError, first_host, plan_ranks, rendezvous
+from creditgraph.pipeline.run.distributed.team import DistributedError, allow_files, first_host, plan_ranks, rendezvous
 from creditgraph.pipeline.run.distributed.wire_format import join, pack, unpack
 from creditgraph.pipeline.run.metrics import read_metrics
 from creditgraph.pipeline.run.recording import read_payload
@@ -261,6 +262,21 @@ def test_replicas_are_limited(srpo):
     assert plan_ranks(graph, Ranks(rank=3, world=4)).replica == 3
     with pytest.raises(DistributedError, match=r"2000 replicas; expected at most 1024"):
         plan_ranks(graph, Ranks(rank=3, world=2000))
+
+
+def test_the_limit_of_open_files_is_raised_or_refused_before_the_start(srpo, monkeypatch):
+    graph = build_graph({"nodes": srpo})
+    limits, chosen = [1024, 5000], []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: chosen.append(limit))
+    allow_files(graph, 512)  # 1,024 + 4 × 511
+    assert chosen == [(3068, 5000)]
+    with pytest.raises(DistributedError, match=r"at least 5,116 for 1,024 ranks, got a hard limit of 5,000"):
+        allow_files(graph, 1024)
+    monkeypatch.setattr(graph["learner"].cls, "files", classmethod(lambda cls, config, world: 13 * (world - 1)))
+    with pytest.raises(DistributedError, match=r"at least 9,711 for 512 ranks \(6,643 of learner \("):
+        allow_files(graph, 512)
+    assert len(chosen) == 1
 
 
 def test_values_travel_bit_for_bit():
