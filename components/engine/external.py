@@ -152,6 +152,11 @@ class ExternalEngine(Engine):
             elsewhere=config.elsewhere,
         )
 
+    @classmethod
+    def files(cls, config: Any, world: int) -> int:
+        """A connection per request that its servers work on at a time, and one for checks."""
+        return (config.servers or len(config.addresses)) * (config.pool.max_in_flight + 1)
+
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:
         """How to start servers and communicate with them."""

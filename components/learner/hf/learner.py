@@ -32,7 +32,7 @@ class HFLearner(HFNode, PolicyLearner):
     denominators are counted over the whole mini-batch, so the gradient does not depend on `micro_batch_tokens`. Steps
     without any credit, and steps with a non-finite loss or gradient, change no weight and are counted.
 
-    With several replicas each keeps the rows that it made, fetches and computes its part of every mini-batch (prompts
+    With several replicas each keeps the rows that it made, fetches and computes its part of every mini-batch (rows
     spread by token count), and gradients are summed; all make the same steps. They may share one model, of which each
     holds a shard (`fsdp_size`).
     """

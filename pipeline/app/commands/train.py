@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
-    from creditgraph.pipeline.run.distributed.team import plan_ranks, rendezvous
+    from creditgraph.pipeline.run.distributed.team import allow_files, plan_ranks, rendezvous
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
@@ -83,12 +83,13 @@ def main(options: argparse.Namespace) -> int:
     (experiment,) = experiments
     _set_environment(experiment)
     ranks = plan_ranks(experiment.graph, meeting.ranks)
+    allow_files(experiment.graph, ranks.world)
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
         return train(experiment)
     from creditgraph.pipeline.run.distributed.processes import run_together
 
-    return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
+    return run_together(meeting, ranks, device, lambda team: train(experiment, team))
 
 
 def _set_environment(experiment: Experiment) -> None:
