@@ -164,6 +164,29 @@ class CreditGraph:
         self.metrics = self._session.logged
         return credit, spans
 
+    def described(self, source: str) -> tuple[dict[str, Any], str]:
+        """The nodes that run here, as `nodes` of a configuration, and the wire with their credit.
+
+        What a trainer gives is read from the outputs prompts, trajectories, rewards and turns of the node `source`.
+        """
+        outputs = {kind: kind.__name__.lower() for kind in (Prompts, Trajectories, Rewards, Turns)}
+
+        def wire(old: Wire) -> str:
+            kind = given(self._graph[old.source], old.output)
+            if kind is not None and kind not in outputs:
+                raise ConfigError(f"graph '{self.name}': it reads a {kind.__name__}, which recorded rollouts do not have.")
+            return str(old) if kind is None else f"{source}.{outputs[kind]}"
+
+        nodes = {
+            node.name: {
+                "use": node.use,
+                "in": {socket: [wire(w) for w in wires] for socket, wires in node.wires.items()},
+                "config": dict(node.settings),
+            }
+            for node in self._running_nodes()
+        }
+        return nodes, wire(self._learner.wires["credit"][0])
+
     def _check(self, settings: Sequence[str]) -> None:
         """Raises ConfigError where the graph needs what no trainer gives."""
         place = f"graph '{self.name}'"

@@ -284,6 +284,11 @@ class TokenLogprobs(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class ReferenceLogprobs(TokenLogprobs):
+    """Log-probs of sampled tokens under a reference model, as another trainer recorded them."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TrainReport(Payload):
     """Report of one learner iteration. `metrics` are plain floats, `seconds` are per phase."""
 
