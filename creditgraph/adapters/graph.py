@@ -23,7 +23,7 @@ from creditgraph.adapters.rows import (
 )
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
-from creditgraph.pipeline.app.credit.side_by_side import PLAIN
+from creditgraph.pipeline.app.credit.side_by_side import EPISODES, PLAIN
 from creditgraph.pipeline.core.errors import ConfigError, DataError, did_you_mean
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
@@ -33,7 +33,6 @@ from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 from creditgraph.pipeline.run.session import GraphSession
 
-EPISODES = "sampler.environment"
 CRITIC = "value.critic"
 FOLDER = "--config-dir="
 # Kinds of values that the trainer gives, whatever node of the graph makes them in a run.
@@ -174,7 +173,9 @@ class CreditGraph:
         def wire(old: Wire) -> str:
             kind = given(self._graph[old.source], old.output)
             if kind is not None and kind not in outputs:
-                raise ConfigError(f"graph '{self.name}': it reads a {kind.__name__}, which recorded rollouts do not have.")
+                raise ConfigError(
+                    f"graph '{self.name}': it reads a {kind.__name__}, which recorded rollouts do not have."
+                )
             return str(old) if kind is None else f"{source}.{outputs[kind]}"
 
         nodes = {

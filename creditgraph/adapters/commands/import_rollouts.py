@@ -18,16 +18,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph import out/completions --from trl --tokenizer Qwen/Qwen3-0.6B\n"
         "  creditgraph import rollouts/*.jsonl --from verl --tokenizer Qwen/Qwen3-0.6B --graph grpo\n"
         "  creditgraph import outputs/run --from prime-rl\n"
-        "  creditgraph import mine.jsonl --from jsonl --columns reward=score tokens=ids --graph gigpo advantage.omega=0.5"
+        "  creditgraph import mine.jsonl --from jsonl --columns reward=score --graph gigpo advantage.omega=0.5"
     )
-    parser.add_argument("files", nargs="+", metavar="FILES", help="files or folders, then settings of --graph (key=value)")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILES", help="files or folders, then settings of --graph (key=value)"
+    )
     parser.add_argument("--from", dest="format", required=True, choices=FORMATS, help="what wrote them")
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="run directory (default: runs/FORMAT)")
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help="of the model: folder or hub name")
     parser.add_argument("--graph", default="", metavar="NAME", help="a graph that computes the credit")
     parser.add_argument("--turns", action="store_true", help="a row per turn, not per response")
     parser.add_argument(
-        "--rewards", nargs="+", default=[], metavar="column=weight", help="of trl and slime: what to add up as the reward"
+        "--rewards",
+        nargs="+",
+        default=[],
+        metavar="column=weight",
+        help="of trl and slime: what to add up as the reward",
     )
     parser.add_argument("--columns", nargs="+", default=[], metavar="name=column", help="of jsonl: columns by name")
 
@@ -76,7 +82,7 @@ def _pairs(texts: list[str], option: str) -> dict[str, str]:
 
 def _weights(texts: list[str]) -> dict[str, float]:
     weights: dict[str, float] = {}
-    for text in (part for text in texts for part in text.split(",")):
+    for text in ",".join(texts).split(",") if texts else ():
         name, equals, weight = text.rpartition("=")
         try:
             weights[name if equals else text] = float(weight) if equals else 1.0

@@ -24,7 +24,7 @@ from creditgraph.pipeline.core.errors import DataError
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Credit, Payload, ReferenceLogprobs, TokenLogprobs
 
-UNKNOWN = "not recorded"
+UNKNOWN, UNKNOWN_VERSION = "not recorded", -1
 # A uid has 24 bits of iteration from bit 39 and 7 of node from bit 32; prompts and rollouts are two nodes here.
 _ITERATION, _NODE = 39, 32
 
@@ -138,7 +138,9 @@ def payloads(rows: Sequence[Row], iteration: int, turns: bool) -> dict[str, Payl
     finish = [rows[i].finish or UNKNOWN for i in spans.row.tolist()]
     out: dict[str, Payload] = {
         "rollouts.prompts": prompts_of(rollouts, group),
-        "rollouts.trajectories": trajectories.replace(finish_reason=finish),
+        "rollouts.trajectories": trajectories.replace(
+            finish_reason=finish, policy_version=torch.full_like(uid, UNKNOWN_VERSION)
+        ),
         "rollouts.rewards": rewards_of(rollouts, spans.row, uid),
     }
     if turns:
@@ -147,7 +149,9 @@ def payloads(rows: Sequence[Row], iteration: int, turns: bool) -> dict[str, Payl
         advantage = torch.zeros(rollouts.mask.shape)
         for i, row in enumerate(rows):
             if row.advantage is not None:
-                numbers = row.advantage if isinstance(row.advantage, Sequence) else [row.advantage] * len(row.tokens or ())
+                numbers = (
+                    row.advantage if isinstance(row.advantage, Sequence) else [row.advantage] * len(row.tokens or ())
+                )
                 advantage[i, : len(numbers)] = torch.tensor([float(x or 0.0) for x in numbers])
         mask = spans.gather(rollouts.trained)
         kept = spans.gather(advantage)
@@ -173,6 +177,4 @@ def _numbers(rows: Sequence[Row], name: str, shape: Sequence[int]) -> Tensor:
 
 def _all_of(inside: Tensor) -> Spans:
     """All tokens of each row of bools [N, T], which are at its begin."""
-    return Spans(
-        row=torch.arange(len(inside)), at=Jagged.from_lengths(inside.nonzero(as_tuple=True)[1], inside.sum(1))
-    )
+    return Spans(row=torch.arange(len(inside)), at=Jagged.from_lengths(inside.nonzero(as_tuple=True)[1], inside.sum(1)))

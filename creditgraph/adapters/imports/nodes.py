@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 
+from creditgraph.components.advantage.explanations import rewards_of_groups
 from creditgraph.pipeline.core.component import Component, same_rows
 from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.core.handles import Verifier
@@ -47,6 +48,12 @@ class ImportedRollouts(Component):
     def run(self) -> Recorded:
         """Raises RunError: they were recorded."""
         _elsewhere(self.context.node, self.config.trainer)
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """What the file says, and the rewards of the group; a formula is not known."""
+        rewards, trajectories = outputs["rewards"], outputs["trajectories"]
+        groups = rewards_of_groups(rewards.value, rewards.valid, trajectories.group)
+        return [f"as {self.config.trainer} recorded it; no file has the formula\n{text}" for text in groups]
 
 
 @dataclass(frozen=True, kw_only=True)

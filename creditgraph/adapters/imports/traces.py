@@ -44,7 +44,9 @@ class Traces(Format):
         """The trained branches of an episode."""
         if "traces" not in entry:
             known = "a token export, which has neither rewards nor groups" if "token_ids" in entry else "no episode"
-            raise DataError(f"{known}; expected the lines of traces.jsonl (of prime-rl: rollouts/step_N/train/effective)")
+            raise DataError(
+                f"{known}; expected the lines of traces.jsonl (of prime-rl: rollouts/step_N/train/effective)"
+            )
         traces = [t for t in entry["traces"] if t["agent"].get("trainable", True)]
         if not traces:
             errors = [str(e.get("message")) for e in entry.get("errors") or ()]
@@ -111,7 +113,9 @@ def _branch(nodes: Sequence[Mapping[str, Any]], path: list[int], group: str, ste
     return Row(
         step=step,
         group=group,
-        prompt=[{"role": n["message"]["role"], "content": text_of(n["message"].get("content"))} for n in messages[:first]],
+        prompt=[
+            {"role": n["message"]["role"], "content": text_of(n["message"].get("content"))} for n in messages[:first]
+        ],
         parts=[Part(said_by(n["message"]).text, bool(n.get("sampled"))) for n in messages[first:]],
         reward=sum(r["score"] * r.get("weight", 1.0) for r in rewards) if rewards else float("nan"),
         answer=str(data.get("answer") or ""),

@@ -58,7 +58,11 @@ def _reward(entry: Mapping[str, Any], weights: Mapping[str, float]) -> float:
         if name not in entry:
             raise DataError(f"no column '{name}' for --rewards.{did_you_mean(name, columns)}")
     # As TRL: functions that returned None for a row are left out, and a row without any is without a reward.
-    found = [entry[name] * weight for name, weight in (weights or dict.fromkeys(columns, 1.0)).items() if _number(entry[name])]
+    found = [
+        entry[name] * weight
+        for name, weight in (weights or dict.fromkeys(columns, 1.0)).items()
+        if _number(entry[name])
+    ]
     found = [value for value in found if not math.isnan(value)]
     return sum(found) if found else math.nan
 

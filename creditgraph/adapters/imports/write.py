@@ -71,7 +71,7 @@ class Request:
     files: Sequence[Path]
     reader: Format
     target: Path
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     tokenizer: str = ""
     graph: str = ""
     settings: Sequence[str] = ()
@@ -86,7 +86,7 @@ def import_files(request: Request) -> Imported:
         DataError: no row could be read; the reasons are in rejected.jsonl of the folder.
         RunError: the target holds another run.
     """
-    if (request.target / "config.yaml").exists():
+    if RunDirectory(request.target).has_results:
         raise RunError(f"{request.target}: holds a run already; choose another folder with -o, or remove this one.")
     graph = CreditGraph(request.graph, *request.settings) if request.graph else None
     turns = request.turns or (graph is not None and graph.turns)
@@ -94,8 +94,7 @@ def import_files(request: Request) -> Imported:
     texts = Texts(_tokenizer(request.tokenizer))
     rejected: list[dict[str, Any]] = []
     steps = _by_step(_rows(files, request, texts, rejected))
-    iterations = max(steps, default=-1) + 1
-    experiment = build_experiment(_configuration(request, graph, iterations), "the imported run")
+    experiment = build_experiment(_configuration(request, graph, len(steps)), "the imported run")
     done = Imported(request.target, {step: len(rows) for step, rows in steps.items()})
     done.skipped.update(row["reason"] for row in rejected)
     done.lacking = _lacking([row for rows in steps.values() for row in rows], request, texts.made)
@@ -171,13 +170,10 @@ def _configuration(request: Request, graph: CreditGraph | None, iterations: int)
         },
         "model": {"path": model or NO_TOKENIZER},
         "data": {},
-        "recipe": None,
     }
 
 
-def _write(
-    run: RunDirectory, experiment: Experiment, steps: Mapping[int, Sequence[Row]], turns: bool
-) -> None:
+def _write(run: RunDirectory, experiment: Experiment, steps: Mapping[int, Sequence[Row]], turns: bool) -> None:
     """Records each step, and what the graph's own nodes make of it; one line of metrics per step."""
     recorder = Recorder(run.path / "record", RecordSettings(), experiment.graph)
     recorder.resume(-1, {})

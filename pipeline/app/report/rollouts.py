@@ -42,6 +42,8 @@ THOUGHT_END = 2
 SEGMENT_END = 4
 HAS_CREDIT = 8
 HAS_RATIO = 16
+HAS_ENTROPY = 32
+HAS_LOGPROB = 64
 LONGEST_PIECE = 400  # characters kept of one token
 LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 
@@ -311,6 +313,8 @@ class _Collector:
         ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
         _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
         entropy = _sized(table["entropies"][i], size)
+        flags |= np.isfinite(entropy).astype(np.uint8) * np.uint8(HAS_ENTROPY)
+        flags |= np.isfinite(sampled).astype(np.uint8) * np.uint8(HAS_LOGPROB)
         for name, column in zip(_TOKEN_COLUMNS, (pieces, advantage, ratio, entropy, sampled, flags, at), strict=True):
             self.out.tokens[name].append(column)
         trained = advantage[(flags & TRAINED) > 0]
