@@ -274,7 +274,7 @@ class ValueSampler:
                 return texts, int((reply.get("usage") or {}).get("completion_tokens", -1))
             except (TypeError, KeyError, ValueError, AttributeError) as error:
                 why = reason or f"{url}: {error}; expected the reply of an OpenAI-compatible server to /completions"
-                raise RunError(f"{why}. Nothing was saved; check --endpoint, --model and the server's log.") from error
+                raise RunError(f"{why.rstrip('.')}. Nothing was saved; check --endpoint, --model and the server's log.") from error
 
         return ask
 

@@ -29,6 +29,7 @@ def correct(completions, answer, **_):
 
 def correct_with_ids(completions, answer, completion_ids, log_extra, **_):
     log_extra("completion_ids", completion_ids)
+    log_extra("answer", answer)
     return correct(completions, answer)
 
 

@@ -27,6 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="run directory (default: runs/FORMAT)")
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help="of the model: folder or hub name")
     parser.add_argument("--graph", default="", metavar="NAME", help="a graph that computes the credit")
+    parser.add_argument("--endpoint", default="", metavar="URL", help="OpenAI-compatible server that scores for `credit`")
+    parser.add_argument("--model", default="", metavar="NAME", help="of that server")
     parser.add_argument("--turns", action="store_true", help="a row per turn, not per response")
     parser.add_argument(
         "--rewards",
@@ -48,6 +50,8 @@ def main(options: argparse.Namespace) -> int:
     settings = [text for text in options.files if "=" in text and not Path(text).exists()]
     if settings and not options.graph:
         raise ConfigError(f"{settings[0]}: is a setting of a graph; name the graph with --graph NAME.")
+    if bool(options.endpoint) != bool(options.model) or (options.endpoint and not options.tokenizer):
+        raise ConfigError("--endpoint URL, --model NAME and --tokenizer FOLDER belong together; expected all three.")
     request = Request(
         files=[Path(text) for text in options.files if text not in settings],
         reader=READERS[options.format],
@@ -57,6 +61,8 @@ def main(options: argparse.Namespace) -> int:
         graph=options.graph,
         settings=settings,
         turns=options.turns,
+        endpoint=options.endpoint,
+        model=options.model,
     )
     done = import_files(request)
     rows = sum(done.steps.values())

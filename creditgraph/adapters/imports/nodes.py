@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 import torch
 
+from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.components.advantage.explanations import rewards_of_groups
+from creditgraph.components.models.load import load_tokenizer
 from creditgraph.pipeline.core.component import Component, same_rows
 from creditgraph.pipeline.core.errors import RunError
-from creditgraph.pipeline.core.handles import Verifier
+from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.payloads import (
     Credit,
     Prompts,
@@ -84,6 +87,34 @@ def _elsewhere(node: str, trainer: str) -> NoReturn:
         f"node '{node}': its values were imported from files of {trainer}, and only that trainer makes such values "
         "again. Replay a node that reads them, such as one of `creditgraph import --graph NAME`."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """The policy."""
+
+    policy: Policy
+
+
+class Endpoint(Component):
+    """A policy that scores texts at an OpenAI-compatible server; a key for it is in OPENAI_API_KEY."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """The server."""
+
+        url: str = ""
+        """with the version, such as http://localhost:8000/v1"""
+        model: str = ""
+        """the name that the server gives the model"""
+
+    config: Config
+
+    def run(self) -> Policies:
+        """The policy, with the tokenizer of the run's model."""
+        tokenizer = load_tokenizer(self.context.model)
+        key = os.environ.get("OPENAI_API_KEY", "")
+        return Policies(policy=EndpointPolicy(self.config.url, self.config.model, tokenizer, key=key))
 
 
 class RecordedVerdicts(Verifier):

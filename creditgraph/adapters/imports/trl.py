@@ -10,14 +10,14 @@ from typing import Any
 from creditgraph.adapters.imports.row import Format, Options, Part, Row, number_in, parquet_rows, said_by
 from creditgraph.pipeline.core.errors import DataError, did_you_mean
 
-_OWN = ("step", "prompt", "completion", "advantage", "completion_ids", "prompt_ids", "images")
+_OWN = ("step", "prompt", "completion", "advantage", "completion_ids", "prompt_ids", "answer", "images")
 
 
 class Completions(Format):
     """completions/completions_STEP.parquet: texts, a column per reward function, and one advantage per response.
 
     Rows with the same prompt are a group. The reward is the sum of the columns, or what `rewards` weighs; columns of
-    `log_extra` that hold numbers must be left out with it.
+    `log_extra` that hold numbers must be left out with it, except `completion_ids` and `answer`, which are read.
     """
 
     name = "trl"
@@ -47,6 +47,7 @@ class Completions(Format):
                 parts=[Part(completion)] if plain else [said_by(message) for message in completion],
                 tokens=entry.get("completion_ids"),
                 reward=_reward(entry, options.rewards),
+                answer="" if entry.get("answer") is None else str(entry["answer"]),
                 advantage=None if advantage is None else float(advantage),
             )
         ]

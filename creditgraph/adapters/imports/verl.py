@@ -23,10 +23,13 @@ class Dump(Format):
     name = "verl"
     source = "verl 0.9.1"
     patterns = ("*.jsonl",)
-    patches = dict.fromkeys(
-        ("tokens", "mask", "advantage", "logprobs", "old_logprobs", "reference_logprobs"),
-        "the ten lines of docs/trainers.md add what verl's batch has to its dump",
-    )
+    patches = {
+        **dict.fromkeys(
+            ("tokens", "mask", "advantage", "logprobs", "old_logprobs"),
+            "the ten lines of docs/trainers.md add what verl's batch has to its dump",
+        ),
+        "reference_logprobs": "add ref_log_prob to the names in those lines",
+    }
 
     def entries(self, file: Path) -> Iterator[tuple[str, Any]]:
         """The lines."""

@@ -66,6 +66,7 @@ class Request:
         graph: computes the credit; "" takes the recorded advantages.
         settings: of that graph, as on the command line.
         turns: whether turns become rows, as in runs with environments.
+        endpoint, model: of a server that scores texts for `creditgraph credit`; "" without.
     """
 
     files: Sequence[Path]
@@ -76,6 +77,8 @@ class Request:
     graph: str = ""
     settings: Sequence[str] = ()
     turns: bool = False
+    endpoint: str = ""
+    model: str = ""
 
 
 def import_files(request: Request) -> Imported:
@@ -147,12 +150,14 @@ def _configuration(request: Request, graph: CreditGraph | None, iterations: int)
     trainer = {"trainer": request.reader.name}
     nodes, computed = ({}, "") if graph is None else graph.described("rollouts")
     folder = Path(request.tokenizer or NO_TOKENIZER)
+    policy = {"url": request.endpoint, "model": request.model}
     model = str(folder.absolute()) if folder.is_dir() else request.tokenizer
     return {
         "nodes": {
             "rollouts": {"use": f"{_NODES}:ImportedRollouts", "config": trainer},
             "verifier": {"use": f"{_NODES}:RecordedVerifier", "in": {"rewards": "rollouts.rewards"}},
             **nodes,
+            **({"policy": {"use": f"{_NODES}:Endpoint", "config": policy}} if request.endpoint else {}),
             "trainer": {
                 "use": f"{_NODES}:ImportedTrainer",
                 "in": {

@@ -121,7 +121,7 @@ def _compare(
     if truth is None and sampled is not None:
         verdicts = source.verifier.verify(source.prompts, trajectories)
         truth = truth_of_values(*(part.select(part.index_of(trajectories.uid)) for part in sampled), verdicts)
-    columns = [] if source.policy is not None else _recorded(source, chosen, truth)
+    columns = _recorded(source, chosen, truth) if source.imported else []
     columns += [_column(name, experiment, source, chosen, truth) for name, experiment in experiments.items()]
     if truth is not None:
         columns.append(_true_column(truth, trajectories, samples))
@@ -150,6 +150,7 @@ class _Source:
         self.prompts: Prompts = self._first(Prompts)
         self.policy: Policy | None = self._first(Policy, needed=False)
         self.verifier: Verifier = self._first(Verifier)
+        self.imported = not any(samples_rollouts(node) for node in replay.graph.nodes)
 
     def _first(self, kind: type, needed: bool = True) -> Any:
         for wire in self.replay.graph.outputs_of(kind):
@@ -272,7 +273,7 @@ def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]
     samplers = [n for n in graph.nodes if samples_rollouts(n)]
     own = {n.use: n for n in source.replay.graph.nodes if samples_rollouts(n)} or _imported(source)
     same = {n.use for n in samplers} == set(own)
-    turns = EPISODES in own and source.policy is None
+    turns = EPISODES in own and source.imported
     if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN and not turns):
         missing = [n.use for n in samplers if n.use not in own] or [n.use for n in samplers]
         raise ConfigError(

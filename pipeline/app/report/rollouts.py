@@ -115,6 +115,11 @@ def roles(run: RunSource) -> dict[str, list[str]]:
     return outputs
 
 
+def _added_later(run: RunSource, name: str) -> bool:
+    """Whether no node of the run recorded it, but a command for one iteration, such as `creditgraph values`."""
+    return run.graph is not None and name.partition(".")[0] not in run.graph
+
+
 def learner_wires(run: RunSource, socket: str) -> list[str]:
     """ "node.output" wired into a learner's socket."""
     learners = run.graph.learners if run.graph else []
@@ -233,7 +238,7 @@ class _Collector:
             if isinstance(batch, kind):
                 table = columns_of(batch)
                 rows |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
-            elif (name, iteration) not in self.run.files:
+            elif (name, iteration) not in self.run.files and not _added_later(self.run, name):
                 self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
         return rows
 
