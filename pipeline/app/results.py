@@ -61,7 +61,7 @@ def summarise(rows: list[dict[str, Any]], warning: str = "") -> Results:
     last = max((row["iteration"] for row in rows if "seconds/iteration" in row), default=-1)
     for row in rows:
         seconds = phase_seconds(row)
-        iterations += "seconds/iteration" in row
+        iterations += "seconds/iteration" in row or REWARD in row  # rewards alone where the run was imported
         # The final pass has no iteration around it.
         wall += row.get("seconds/iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
         for name, value in seconds.items():

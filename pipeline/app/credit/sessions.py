@@ -5,13 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self, cast
 
-from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.graph import Graph
-from creditgraph.pipeline.core.handles import Policy, Sampling
+from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Sampling, Scores
+from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Credit, Trajectories, Weights
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.run.compose.experiment import Experiment
 from creditgraph.pipeline.run.session import GraphSession
+
+
+class NoPolicy(Policy):
+    """The policy of a run that has none: its rollouts were imported. Whatever is asked of it is a RunError."""
+
+    version = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """Raises RunError."""
+        raise RunError(
+            "it samples or scores texts, and this run has no policy: its rollouts were imported. Choose a recipe whose "
+            "credit needs the rollouts alone."
+        )
+
+    def generate(self, requests: Requests) -> Completions:
+        """Raises RunError."""
+        return cast(Completions, self.tokenizer)
+
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
+        """Raises RunError."""
+        return cast(Scores, self.tokenizer)
 
 
 class CreditRun(GraphSession):

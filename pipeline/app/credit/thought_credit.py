@@ -44,10 +44,14 @@ class Effective:
 
 
 def effective_credit(trajectories: Trajectories, credit: Credit, objective: ObjectiveSettings) -> Effective:
-    """Differentiates the objective with respect to log-probs, without KL, bonus and mismatch terms."""
+    """Differentiates the objective with respect to log-probs, without KL, bonus and mismatch terms.
+
+    At ratio 1 an objective of ratios is the same at any log-probs, so unknown ones (NaN) are taken as 0.
+    """
     # At ratio 1 the KL term and the mismatch weights are constants of the policy, not of the credit.
     bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance=Importance())
     sampled = trajectories.engine_logprobs
+    sampled = sampled.with_values(torch.nan_to_num(sampled.values, nan=0.0))
     leaf = sampled.values.clone().requires_grad_()
     inputs = LossInputs(
         logprobs=sampled,

@@ -43,7 +43,7 @@ def overview(run: RunSource) -> dict[str, Any]:
         "after": results.accuracy_after if results else None,
         "reward": results.reward_last if results else None,
         "tokens": results.sampled_tokens if results else None,
-        "seconds": results.seconds if results else None,
+        "seconds": (results.seconds or None) if results else None,
         "table": as_table(results) if results else "",
         "running": run.running,
         "tracker": _tracker(run),
@@ -197,7 +197,9 @@ def _range(values: Tensor) -> str:
         return f", {100 * float(values.float().mean()):.1f} % true"
     if values.dtype in (torch.int32, torch.int64) and int(values.max()) > 1_000_000_000:
         return ""  # ids
-    wide = values.double()
+    wide = values.double()[~values.isnan()]
+    if not len(wide):
+        return ", all unknown"
     return f"; {float(wide.min()):.4g} to {float(wide.max()):.4g}, mean {float(wide.mean()):.4g}"
 
 

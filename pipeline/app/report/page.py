@@ -67,12 +67,13 @@ def report_html(runs: Sequence[RunSource], title: str = "", live: str = "") -> s
     blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
     blobs |= {f"data-timeline-{i}": pack(*spans_of_run) for i, spans_of_run in enumerate(spans) if spans_of_run}
     has_curves = bool(curves["lines"])
+    has_phases = has_curves and any(main["phases"])
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
         *([("curves", "Learning curves")] if has_curves else []),
         ("rollouts", "Rollouts"),
-        *([("phases", "Time per phase")] if has_curves else []),
+        *([("phases", "Time per phase")] if has_phases else []),
     ]
     sections += [("timeline", "Timeline")] if any(spans) else []
     sections += [("graph", "Graph")] if any(graphs) else []
@@ -101,6 +102,7 @@ def report_html(runs: Sequence[RunSource], title: str = "", live: str = "") -> s
         timelines=[bool(s) for s in spans],
         axes=AXES,
         has_curves=has_curves,
+        has_phases=has_phases,
         num_rollouts=len(rollouts),
         differences=config_differences(runs),
         live=live,

@@ -43,6 +43,8 @@ THOUGHT_END = 2
 SEGMENT_END = 4
 HAS_CREDIT = 8
 HAS_RATIO = 16
+HAS_ENTROPY = 32
+HAS_LOGPROB = 64
 LONGEST_PIECE = 400  # characters kept of one token
 LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 
@@ -112,6 +114,11 @@ def roles(run: RunSource) -> dict[str, list[str]]:
     learned = learner_wires(run, "credit")
     outputs["Credit"].sort(key=lambda name: name in learned)
     return outputs
+
+
+def _added_later(run: RunSource, name: str) -> bool:
+    """Whether no node of the run recorded it, but a command for one iteration, such as `creditgraph values`."""
+    return run.graph is not None and name.partition(".")[0] not in run.graph
 
 
 def learner_wires(run: RunSource, socket: str) -> list[str]:
@@ -232,7 +239,7 @@ class _Collector:
             if isinstance(batch, kind):
                 table = columns_of(batch)
                 rows |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
-            elif (name, iteration) not in self.run.files:
+            elif (name, iteration) not in self.run.files and not _added_later(self.run, name):
                 self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
         return rows
 
@@ -312,6 +319,8 @@ class _Collector:
         ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
         _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
         entropy = _sized(table["entropies"][i], size)
+        flags |= np.isfinite(entropy).astype(np.uint8) * np.uint8(HAS_ENTROPY)
+        flags |= np.isfinite(sampled).astype(np.uint8) * np.uint8(HAS_LOGPROB)
         for name, column in zip(_TOKEN_COLUMNS, (pieces, advantage, ratio, entropy, sampled, flags, at), strict=True):
             self.out.tokens[name].append(column)
         trained = advantage[(flags & TRAINED) > 0]

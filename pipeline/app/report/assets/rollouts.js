@@ -2,15 +2,16 @@
 // The rollout browser: filters, a windowed list, why a rollout has its credit, its tokens coloured by it, and the tree of the prompt.
 (function () {
   const { el, visible, signed, number } = report;
-  const TRAINED = 1, THOUGHT_END = 2, SEGMENT_END = 4, HAS_CREDIT = 8, HAS_RATIO = 16;
+  const TRAINED = 1, THOUGHT_END = 2, SEGMENT_END = 4, HAS_CREDIT = 8, HAS_RATIO = 16, HAS_ENTROPY = 32, HAS_LOGPROB = 64;
   const HEIGHT = 54, MOST_TOKENS = 3000;
   let data, c, runs, texts, prompts, size, asked, rows = [], current = -1, order = [], recorded = false, only = -1;
   const $ = id => document.getElementById(id);
 
   const creditOf = t => (c.credit ? (c.credit[t] / 32767) * data.scales.credit : 0);
   const rooted = (column, t, scale) => (column ? (column[t] / 255) ** 2 * scale : 0);
-  const entropyOf = t => rooted(c.entropy, t, data.scales.entropy);
-  const logprobOf = t => -rooted(c.logprob, t, data.scales.logprob);
+  // null where the run recorded none.
+  const entropyOf = t => (c.flags[t] & HAS_ENTROPY ? rooted(c.entropy, t, data.scales.entropy) : null);
+  const logprobOf = t => (c.flags[t] & HAS_LOGPROB ? -rooted(c.logprob, t, data.scales.logprob) : null);
   const textOf = i => (c.text[i] >= 0 ? data.texts[c.text[i]] : Array.from({ length: length(i) }, (_, k) => data.pieces[c.piece[c.offset[i] + k]]).join(""));
   const length = i => c.offset[i + 1] - c.offset[i];
 
@@ -133,7 +134,7 @@
   ];
 
   const facts = i => [
-    ["ended by", data.texts[c.finish[i]]], ["tokens", `${length(i)}, ${c.inherited[i]} of them inherited`], ["policy version", String(c.version[i])],
+    ["ended by", data.texts[c.finish[i]]], ["tokens", `${length(i)}, ${c.inherited[i]} of them inherited`], ["policy version", c.version[i] < 0 ? "not recorded" : String(c.version[i])],
     ["mean credit", `${signed(c.mean_credit[i])} over trained tokens`],
     ...(c.step[i] ? [["first error", `thought ${c.step[i]} (${data.texts[c.step_source[i]]})`]] : []), ["uid", data.uid[i]],
   ];
@@ -164,6 +165,8 @@
     return out;
   }
 
+  const known = (value, show) => (value === null ? "not recorded" : show(value));
+
   function describe(i, k) {
     const t = c.offset[i] + k, flags = c.flags[t];
     let thought = 1;
@@ -171,7 +174,7 @@
     const credit = !(flags & HAS_CREDIT) ? "no credit recorded" : `credit ${signed(creditOf(t), 4)}${flags & TRAINED ? "" : " (not trained on)"}`;
     const ratio = flags & HAS_RATIO && c.ratio ? signed((c.ratio[t] / 32767) * data.scales.ratio, 4) : flags & HAS_RATIO ? "0" : recorded ? "not computed (the learner left this row out)" : "not recorded";
     return `Token ${k + 1} of ${length(i)}, thought ${thought}${k < c.inherited[i] ? ", inherited" : ""}: “${visible(data.pieces[c.piece[t]])}” · ${credit} · ` +
-      `entropy ${entropyOf(t).toFixed(3)} nats · log-prob ${signed(logprobOf(t), 3)} · log-ratio ${ratio}`;
+      `entropy ${known(entropyOf(t), v => `${v.toFixed(3)} nats`)} · log-prob ${known(logprobOf(t), v => signed(v, 3))} · log-ratio ${ratio}`;
   }
 
   function tokenBox(i) {
