@@ -1,0 +1,117 @@
+"""OpenRLHF: the estimators of its experience maker and its policy loss."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .entry import Config, Function, Table, values_of
+from .source import Source
+
+table = Table("openrlhf", "OpenRLHF/OpenRLHF")
+MAKER = "openrlhf.trainer.ppo_utils.experience_maker:RemoteExperienceMaker"
+LOSS = "openrlhf.models.loss:PolicyLoss"
+
+
+def _experience(estimator: str, lam: float = 1.0, label: str = "", no_std_norm: bool = False) -> None:
+    @table.add(f"{MAKER}.compute_advantages_and_returns", label=label or estimator)
+    def make(found: Function, source: Source) -> Function:
+        maker = source.get(MAKER)
+
+        def call(rewards: Tensor, mask: Tensor, group_size: int) -> Any:
+            algo = Config(advantage=Config(estimator=estimator, gamma=1.0, lambd=lam, no_std_norm=no_std_norm))
+            args = Config(
+                algo=algo,
+                rollout=Config(n_samples_per_prompt=group_size),
+                reward=Config(
+                    clip_range=None, overlong_buffer_len=None, overlong_penalty_factor=None,
+                    stop_properly_penalty_coef=None,
+                ),
+            )  # fmt: skip
+            args["reward"]["overlong"] = Config(buffer_len=None, penalty_factor=None)
+            self = SimpleNamespace(
+                strategy=SimpleNamespace(args=args),
+                kl_ctl=SimpleNamespace(value=0.0),
+                advantage_estimator=estimator,
+                get_advantages_and_returns=lambda *a: maker.get_advantages_and_returns(None, *a),
+                get_cumulative_returns=lambda *a: maker.get_cumulative_returns(None, *a),
+            )
+            experience = SimpleNamespace(
+                index=list(range(len(rewards))),
+                rewards=rewards,
+                kl=torch.zeros(mask.shape),
+                action_mask=mask.long(),
+                values=values_of(mask),
+                info={},
+                advantages=None,
+                returns=None,
+            )
+            done = found(self, [experience])
+            return done[0].advantages * mask
+
+        return call
+
+
+for _estimator in ("reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "gae"):
+    _experience(_estimator)
+
+
+@table.add(f"{MAKER}.get_advantages_and_returns", label="λ 0.9")
+def _gae(found: Function) -> Function:
+    def call(token_rewards: Tensor, mask: Tensor) -> Any:
+        return found(None, values_of(mask), token_rewards, mask.long(), 1.0, 0.9)[0] * mask
+
+    return call
+
+
+def _loss(label: str, **options: Any) -> None:
+    @table.add(LOSS, loss=True, label=label, clip_eps_low=0.2, clip_eps_high=0.28)
+    def make(found: Function) -> Function:
+        def call(
+            logprobs: Tensor,
+            old_logprobs: Tensor,
+            advantages: Tensor,
+            mask: Tensor,
+            clip_eps_low: float,
+            clip_eps_high: float,
+        ) -> Any:
+            loss = found(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, **options)
+            return loss(logprobs, old_logprobs, advantages, action_mask=mask.long())[0]
+
+        return call
+
+
+_loss("ppo")
+_loss("ppo, mean per row", token_level_loss=False)
+_loss("ppo, dual clip 3", dual_clip=3.0)
+_loss("gspo", policy_loss_type="gspo")
+
+
+def _corrected(kind: str) -> None:
+    @table.add(LOSS, loss=True, label=f"ppo, {kind}", clip_eps_low=0.2, clip_eps_high=0.28)
+    def make(found: Function) -> Function:
+        def call(
+            logprobs: Tensor,
+            old_logprobs: Tensor,
+            advantages: Tensor,
+            mask: Tensor,
+            clip_eps_low: float,
+            clip_eps_high: float,
+        ) -> Any:
+            loss = found(
+                clip_eps_low=clip_eps_low,
+                clip_eps_high=clip_eps_high,
+                enable_vllm_is_correction=True,
+                vllm_is_truncated_threshold=[0.5, 2.0],
+                vllm_is_correction_type=kind,
+            )
+            return loss(logprobs, old_logprobs, advantages, action_mask=mask.long(), rollout_log_probs=old_logprobs)[0]
+
+        return call
+
+
+for _kind in ("tis", "icepop", "seq-mask-tis"):
+    _corrected(_kind)
