@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, values_of
+from .entry import Config, Function, Table, critic, with_critic, without_critic
 from .source import Source
 
 ACTOR = "areal.trainer.ppo.actor:PPOActor"
@@ -16,12 +16,14 @@ LOSSES = "areal.utils.functional.functional"
 table = Table("areal", "inclusionAI/AReaL")
 
 
-def _advantages(label: str, lam: float = 1.0, critic: bool = False, norm: dict[str, Any] | None = None) -> None:
+def _advantages(label: str, gae: bool = False, norm: dict[str, Any] | None = None) -> None:
     @table.add(f"{ACTOR}._compute_advantages", label=label)
     def make(found: Function, source: Source) -> Function:
         normalization = source.get("areal.utils.data:Normalization")
 
-        def call(rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int) -> Any:
+        def advantages_of(
+            rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int, values: Tensor, gamma: float, lam: float
+        ) -> Any:
             options = {"mean_leave1out": False, "std_unbiased": True, "eps": 1e-5, "group_size": group_size}
             self = SimpleNamespace(
                 config=Config(
@@ -35,7 +37,7 @@ def _advantages(label: str, lam: float = 1.0, critic: bool = False, norm: dict[s
                 kl_ctl=0.0,
                 kl_estimator=lambda old, ref: old - ref,
                 mask_no_eos_with_zero=False,
-                discount=1.0,
+                discount=gamma,
                 gae_lambda=lam,
             )
             # Two tokens of prompt, and one of padding: a row that fills the batch counts as cut off.
@@ -48,21 +50,20 @@ def _advantages(label: str, lam: float = 1.0, critic: bool = False, norm: dict[s
                 "logprobs": torch.zeros(whole.shape),
                 "rewards": rewards,
             }
-            if critic:  # the value of a token's state is that of the token before
-                data["values"] = torch.nn.functional.pad(values_of(mask), (1, 2), value=3.0)
+            if gae:  # the value of a token's state is that of the token before
+                data["values"] = torch.nn.functional.pad(critic(values, lengths), (1, 2), value=3.0)
             done = found(self, data)
             # advantages[t] belongs to token t + 1
             return done["advantages"][:, 1 : 1 + mask.shape[1]] * mask
 
-        return call
+        return with_critic(advantages_of) if gae else without_critic(advantages_of)
 
 
 _advantages("GRPO: reward_norm by group", norm={"mean_level": "group", "std_level": "group"})
 _advantages("RLOO: group mean without the row", norm={"mean_level": "group", "mean_leave1out": True, "std_level": None})
 _advantages("Dr. GRPO: group mean", norm={"mean_level": "group", "std_level": None})
 _advantages("group mean, std of the batch", norm={"mean_level": "group", "std_level": "batch"})
-_advantages("GAE", critic=True)
-_advantages("GAE, λ 0.9", lam=0.9, critic=True)
+_advantages("GAE", gae=True)
 
 
 def _ppo(label: str, **more: Any) -> None:

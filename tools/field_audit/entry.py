@@ -83,12 +83,10 @@ class Table:
         return register
 
 
-def values_of(mask: Tensor) -> Tensor:
-    """float [N, T]: what a critic might say. It depends on how many tokens were chosen before, so a baseline made of it
-    moves no expected gradient where λ = 1. Observations and padding have values too: a critic gives one everywhere.
-    """
-    chosen = 0.2 + 0.2 * mask.long().cumsum(1)
-    return torch.where(mask.bool(), chosen, torch.full_like(chosen, 3.0))
+def critic(values: Tensor, lengths: Tensor) -> Tensor:
+    """float32 [N, T]: the values of a critic, which gives a number in padding too."""
+    inside = torch.arange(values.shape[1]) < lengths[:, None]
+    return torch.where(inside, values.float(), torch.full_like(values, 3.0).float())
 
 
 def per_row(values: Tensor, lengths: Tensor) -> list[Tensor]:
@@ -99,6 +97,26 @@ def per_row(values: Tensor, lengths: Tensor) -> list[Tensor]:
 def padded(rows: list[Tensor], width: int) -> Tensor:
     """[N, width] of rows, with zeros after them."""
     return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+
+
+def with_critic(advantages_of: Function) -> Function:
+    """The audit's columns for a critic, of a function of all of them."""
+
+    def call(
+        rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int, values: Tensor, gamma: float, lam: float
+    ) -> Any:
+        return advantages_of(rewards, mask, lengths, group_size, values, gamma, lam)
+
+    return call
+
+
+def without_critic(advantages_of: Function) -> Function:
+    """The same function for estimators that read no values."""
+
+    def call(rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int) -> Any:
+        return advantages_of(rewards, mask, lengths, group_size, torch.zeros(mask.shape), 1.0, 1.0)
+
+    return call
 
 
 class Config(dict):  # type: ignore[type-arg]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, padded, per_row, values_of
+from .entry import Config, Function, Table, critic, padded, per_row, with_critic, without_critic
 from .source import Source
 
 HUB = "miles.backends.training_utils.loss_hub"
@@ -39,14 +39,16 @@ def _normalized(source: Source, estimator: str, rewards: list[float], size: int,
     return found
 
 
-def _trained(estimator: str, label: str = "", lam: float = 1.0, whiten: bool = False, std: bool = True) -> None:
+def _trained(estimator: str, label: str = "", whiten: bool = False, std: bool = True) -> None:
     @table.add(f"{HUB}.advantages:compute_advantages", label=label or estimator)
     def make(found: Function, source: Source) -> Function:
         _one_rank(source)
         normalize = source.get(f"{HUB}.advantages:normalize_advantages")
 
-        def call(rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int) -> Any:
-            args = Config(kl_coef=0.0, advantage_estimator=estimator, gamma=1.0, lambd=lam, qkv_format="thd")
+        def advantages_of(
+            rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int, values: Tensor, gamma: float, lam: float
+        ) -> Any:
+            args = Config(kl_coef=0.0, advantage_estimator=estimator, gamma=gamma, lambd=lam, qkv_format="thd")
             masks = per_row(mask.long(), lengths)
             given = {"total_lengths": lengths.tolist(), "response_lengths": lengths.tolist()}
             advantages, _ = found(
@@ -55,14 +57,14 @@ def _trained(estimator: str, label: str = "", lam: float = 1.0, whiten: bool = F
                 rewards=_normalized(source, estimator, rewards.tolist(), group_size, std),
                 log_probs=per_row(torch.zeros(mask.shape), lengths),
                 loss_masks=masks,
-                values=per_row(values_of(mask), lengths),
+                values=per_row(critic(values, lengths), lengths),
                 **given,
             )
             if whiten:
                 advantages = normalize(args, advantages, masks, **given)
             return padded(advantages, mask.shape[1]) * mask
 
-        return call
+        return with_critic(advantages_of) if estimator == "ppo" else without_critic(advantages_of)
 
 
 _trained("grpo")
@@ -71,7 +73,6 @@ _trained("reinforce_plus_plus")
 _trained("reinforce_plus_plus", "reinforce_plus_plus, normalized", whiten=True)
 _trained("reinforce_plus_plus_baseline")
 _trained("ppo")
-_trained("ppo", "ppo, λ 0.9", lam=0.9)
 
 
 @table.add(f"{HUB}.math_utils:compute_policy_loss", loss=True, eps_clip=0.2, eps_clip_high=0.28)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, values_of
+from .entry import Config, Function, Table, critic
 from .source import Source
 
 ADV = "nemo_rl.algorithms.advantage_estimator"
@@ -55,22 +55,22 @@ def _gdpo(found: Function) -> Function:
     return call
 
 
-def _gae(label: str, lam: float, **more: Any) -> None:
+def _gae(label: str, **more: Any) -> None:
     @table.add(f"{ADV}:GeneralizedAdvantageEstimator", label=label)
     def make(found: Function) -> Function:
-        options = {"gae_lambda": lam, "gae_gamma": 1.0, "normalize_advantages": False}
-        options |= {"gae_lambda_value": None, "gae_lambda_policy": None, "length_adaptive_alpha": 0.0} | more
-        estimator = found(Config(options), _KL)
-
-        def call(rewards: Tensor, mask: Tensor) -> Any:
-            return estimator.compute_advantage(None, rewards, mask.float(), values_of(mask))[0]
+        def call(
+            rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, gae_lambda: float
+        ) -> Any:
+            options = {"gae_lambda": gae_lambda, "gae_gamma": gamma, "normalize_advantages": False}
+            options |= {"gae_lambda_value": None, "gae_lambda_policy": None, "length_adaptive_alpha": 0.0} | more
+            estimator = found(Config(options), _KL)
+            return estimator.compute_advantage(None, rewards, mask.float(), critic(values, lengths))[0]
 
         return call
 
 
-_gae("λ 1", 1.0)
-_gae("λ 0.9", 0.9)
-_gae("λ 1, normalized", 1.0, normalize_advantages=True)
+_gae("not normalized")
+_gae("normalized", normalize_advantages=True)
 
 
 def _loss(label: str, clip: bool = True, **options: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .entry import Function, Table, values_of
+from .entry import Function, Table, critic
 from .source import Source
 
 UTILS = "open_instruct.grpo_utils"
@@ -35,28 +35,26 @@ _group("standard")
 _group("centered")
 
 
-@table.add(f"{RL}:calculate_advantages", label="GAE")
+@table.add(f"{RL}:calculate_advantages")
 def _gae(found: Function) -> Function:
-    def call(token_rewards: Tensor, mask: Tensor) -> Any:
-        return found(values_of(mask).numpy(), token_rewards.numpy(), 1.0, 1.0)[0] * mask.numpy()
+    def call(
+        token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
+    ) -> Any:
+        return found(critic(values, lengths).numpy(), token_rewards.numpy(), gamma, lam)[0] * mask.numpy()
 
     return call
 
 
-def _packed(lam: float) -> None:
-    @table.add(f"{RL}:calculate_advantages_packed", label=f"GAE, λ {lam:g}")
-    def make(found: Function) -> Function:
-        def call(token_rewards: Tensor, mask: Tensor, lengths: Tensor) -> Any:
-            last = torch.arange(mask.shape[1]) == (lengths - 1)[:, None]
-            given = [x.numpy() for x in (values_of(mask), token_rewards)]
-            masks = [x.long().numpy() for x in (last, mask)]
-            return found(*given, 1.0, lam, *masks)[0] * mask.numpy()
+@table.add(f"{RL}:calculate_advantages_packed")
+def _packed(found: Function) -> Function:
+    def call(
+        token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, dones: Tensor, gamma: float, lam: float
+    ) -> Any:
+        given = [x.numpy() for x in (critic(values, lengths), token_rewards)]
+        masks = [x.long().numpy() for x in (dones, mask)]
+        return found(*given, gamma, lam, *masks)[0] * mask.numpy()
 
-        return call
-
-
-_packed(1.0)
-_packed(0.9)
+    return call
 
 
 def _loss(kind: str, clip: bool, **settings: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, values_of
+from .entry import Config, Function, Table, critic
 from .source import Source
 
 table = Table("openrlhf", "OpenRLHF/OpenRLHF")
@@ -16,22 +16,16 @@ MAKER = "openrlhf.trainer.ppo_utils.experience_maker:RemoteExperienceMaker"
 LOSS = "openrlhf.models.loss:PolicyLoss"
 
 
-def _experience(estimator: str, lam: float = 1.0, label: str = "", no_std_norm: bool = False) -> None:
-    @table.add(f"{MAKER}.compute_advantages_and_returns", label=label or estimator)
+def _experience(estimator: str) -> None:
+    @table.add(f"{MAKER}.compute_advantages_and_returns", label=estimator)
     def make(found: Function, source: Source) -> Function:
         maker = source.get(MAKER)
 
-        def call(rewards: Tensor, mask: Tensor, group_size: int) -> Any:
-            algo = Config(advantage=Config(estimator=estimator, gamma=1.0, lambd=lam, no_std_norm=no_std_norm))
-            args = Config(
-                algo=algo,
-                rollout=Config(n_samples_per_prompt=group_size),
-                reward=Config(
-                    clip_range=None, overlong_buffer_len=None, overlong_penalty_factor=None,
-                    stop_properly_penalty_coef=None,
-                ),
-            )  # fmt: skip
-            args["reward"]["overlong"] = Config(buffer_len=None, penalty_factor=None)
+        def advantages_of(rewards: Tensor, mask: Tensor, group_size: int, values: Any, gamma: float, lam: float) -> Any:
+            algo = Config(advantage=Config(estimator=estimator, gamma=gamma, lambd=lam, no_std_norm=False))
+            reward = Config(clip_range=None, overlong=Config(buffer_len=None, penalty_factor=None))
+            reward |= {"overlong_buffer_len": None, "stop_properly_penalty_coef": None}
+            args = Config(algo=algo, rollout=Config(n_samples_per_prompt=group_size), reward=Config(reward))
             self = SimpleNamespace(
                 strategy=SimpleNamespace(args=args),
                 kl_ctl=SimpleNamespace(value=0.0),
@@ -44,25 +38,34 @@ def _experience(estimator: str, lam: float = 1.0, label: str = "", no_std_norm: 
                 rewards=rewards,
                 kl=torch.zeros(mask.shape),
                 action_mask=mask.long(),
-                values=values_of(mask),
+                values=values,
                 info={},
                 advantages=None,
                 returns=None,
             )
-            done = found(self, [experience])
-            return done[0].advantages * mask
+            return found(self, [experience])[0].advantages * mask
 
-        return call
+        def plain(rewards: Tensor, mask: Tensor, group_size: int) -> Any:
+            return advantages_of(rewards, mask, group_size, None, 1.0, 1.0)
+
+        def of_critic(
+            rewards: Tensor, mask: Tensor, group_size: int, values: Tensor, lengths: Tensor, gamma: float, lam: float
+        ) -> Any:
+            return advantages_of(rewards, mask, group_size, critic(values, lengths), gamma, lam)
+
+        return of_critic if estimator == "gae" else plain
 
 
 for _estimator in ("reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "gae"):
     _experience(_estimator)
 
 
-@table.add(f"{MAKER}.get_advantages_and_returns", label="λ 0.9")
+@table.add(f"{MAKER}.get_advantages_and_returns")
 def _gae(found: Function) -> Function:
-    def call(token_rewards: Tensor, mask: Tensor) -> Any:
-        return found(None, values_of(mask), token_rewards, mask.long(), 1.0, 0.9)[0] * mask
+    def call(
+        token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
+    ) -> Any:
+        return found(None, critic(values, lengths), token_rewards, mask.long(), gamma, lam)[0] * mask
 
     return call
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Function, Table, values_of
+from .entry import Function, Table, critic
 
 ADV = "rlinf.algorithms.advantages"
 LOSS = "rlinf.algorithms.losses"
@@ -23,8 +23,8 @@ def _grouped(name: str, label: str = "", **more: Any) -> None:
     def make(found: Function) -> Function:
         def call(rewards: Tensor, mask: Tensor, group_size: int) -> Any:
             options = {k: v(rewards) if callable(v) else v for k, v in more.items()}
-            shaped = rewards[None, :] if name == "compute_reinpp_advantages" else rewards
-            return found(rewards=shaped, loss_mask=mask.T.float(), group_size=group_size, **options)[0].T * mask
+            shaped = rewards[None, :] if name == "compute_reinpp_advantages" else rewards  # as its preprocessing does
+            return found(rewards=shaped, loss_mask=mask.T if name == "compute_reinpp_advantages" else mask.T.float(), group_size=group_size, **options)[0].T * mask
 
         return call
 
@@ -42,28 +42,25 @@ _grouped("compute_raw_advantages")
 _grouped("compute_raw_advantages", "normalized", normalize_advantages=True)
 
 
-def _gae(lam: float) -> None:
-    @table.add(f"{ADV}:compute_gae_advantages_and_returns", label=f"λ {lam:g}, not normalized")
-    def make(found: Function) -> Function:
-        def call(token_rewards: Tensor, mask: Tensor, lengths: Tensor) -> Any:
-            # Its episodes end where `dones` says; the value after the last step is 0.
-            values = torch.nn.functional.pad(values_of(mask), (0, 1))
-            ends = torch.arange(mask.shape[1] + 1) == lengths[:, None]
-            advantages, _ = found(
-                rewards=token_rewards.T,
-                values=values.T,
-                dones=ends.T,
-                gamma=1.0,
-                gae_lambda=lam,
-                normalize_advantages=False,
-            )
-            return advantages.T * mask
+@table.add(f"{ADV}:compute_gae_advantages_and_returns", label="not normalized")
+def _gae(found: Function) -> Function:
+    def call(
+        token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, gae_lambda: float
+    ) -> Any:
+        # Its episodes end where `dones` says; values have one more step.
+        given = torch.nn.functional.pad(critic(values, lengths), (0, 1))
+        ends = torch.arange(mask.shape[1] + 1) == lengths[:, None]
+        advantages, _ = found(
+            rewards=token_rewards.T,
+            values=given.T,
+            dones=ends.T,
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+            normalize_advantages=False,
+        )
+        return advantages.T * mask
 
-        return call
-
-
-_gae(1.0)
-_gae(0.9)
+    return call
 
 
 def _loss(name: str, label: str = "", **more: Any) -> None:

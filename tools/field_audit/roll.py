@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, values_of
+from .entry import Config, Function, Table, critic, with_critic, without_critic
 from .source import Source
 
 FUNCTIONALS = "roll.utils.functionals"
@@ -26,7 +26,6 @@ def _advantages(
     mean: str | None,
     std: str | None,
     estimator: str = "reinforce",
-    lam: float = 1.0,
     whiten: bool = False,
     place: str = f"{FUNCTIONALS}:compute_advantage",
 ) -> None:
@@ -36,15 +35,17 @@ def _advantages(
     def make(found: Function, source: Source) -> Function:
         normalize = source.get(f"{FUNCTIONALS}:reward_norm")
 
-        def call(rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int) -> Any:
+        def advantages_of(
+            rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int, values: Tensor, gamma: float, lam: float
+        ) -> Any:
             shaped = normalize(rewards, n_sample=group_size, norm_mean_type=mean, norm_std_type=std)
             tokens = torch.zeros(mask.shape)
             tokens[torch.arange(len(mask)), (lengths - 1).clamp(min=0)] = shaped
-            data = _Data(batch={"token_level_rewards": tokens, "values": values_of(mask)}, meta_info={})
-            found(data, 1.0, lam, estimator, whiten_advantages=whiten, response_mask=mask.long())
+            data = _Data(batch={"token_level_rewards": tokens, "values": critic(values, lengths)}, meta_info={})
+            found(data, gamma, lam, estimator, whiten_advantages=whiten, response_mask=mask.long())
             return data.batch["advantages"]
 
-        return call
+        return with_critic(advantages_of) if estimator == "gae" else without_critic(advantages_of)
 
 
 _advantages("reinforce, raw rewards", None, None)
@@ -54,10 +55,9 @@ _advantages("mean and std of the batch", "batch", "batch")
 _advantages("mean of the batch, std of the group", "batch", "group")
 _advantages("reinforce, whiten_advantages", None, None, whiten=True)
 _advantages("gae", None, None, "gae")
-_advantages("gae, λ 0.9", None, None, "gae", lam=0.9)
 _AGENTIC = "roll.pipeline.agentic.utils:agentic_compute_advantage"
 _advantages("agentic_reinforce, raw rewards", None, None, "agentic_reinforce", place=_AGENTIC)
-_advantages("gae, λ 0.9, agentic", None, None, "gae", lam=0.9, place=_AGENTIC)
+_advantages("gae", None, None, "gae", place=_AGENTIC)
 
 
 def _worker(**options: Any) -> Any:

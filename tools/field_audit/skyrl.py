@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, values_of
+from .entry import Config, Function, Table, critic
 
 CORE = "skyrl.backends.skyrl_train.utils.ppo_utils"
 table = Table(
@@ -36,20 +36,21 @@ def _reinforce_plus_plus(found: Function) -> Function:
     return call
 
 
-def _gae(lam: float, whitened: bool, label: str) -> None:
+def _gae(whitened: bool, label: str) -> None:
     @table.add(f"{CORE}:compute_gae_advantage_return", label=label)
     def make(found: Function) -> Function:
-        def call(token_rewards: Tensor, mask: Tensor) -> Any:
-            values = values_of(mask)
-            advantages, returns = found(token_rewards, values, mask.float(), 1.0, lam)
-            return advantages * mask if whitened else (returns - values) * mask
+        def call(
+            token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
+        ) -> Any:
+            given = critic(values, lengths)
+            advantages, returns = found(token_rewards, given, mask.float(), gamma, lam)
+            return advantages * mask if whitened else (returns - given) * mask
 
         return call
 
 
-_gae(1.0, True, "whitened")
-_gae(1.0, False, "returns − V")
-_gae(0.9, False, "returns − V, λ 0.9")
+_gae(True, "whitened")
+_gae(False, "returns − V")
 
 
 @table.add("skyrl.train.trainer:RayPPOTrainer._normalize_advantages", label="advantage_batch_normalize, after GRPO")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Config, Function, Table, padded, per_row, values_of
+from .entry import Config, Function, Table, critic, padded, per_row, with_critic, without_critic
 from .source import Source
 
 UTILS = "slime.utils.ppo_utils"
@@ -59,18 +59,20 @@ def _uneven(found: Function, source: Source) -> Function:
     return call
 
 
-def _trained(estimator: str, label: str = "", lam: float = 1.0, whiten: bool = False, std: bool = True) -> None:
+def _trained(estimator: str, label: str = "", whiten: bool = False, std: bool = True) -> None:
     """Rewards through the rollout manager, then through the trainer."""
 
     @table.add(f"{TRAIN}:compute_advantages_and_returns", label=label or estimator)
     def make(found: Function, source: Source) -> Function:
         one_rank(source, TRAIN)
 
-        def call(rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int) -> Any:
+        def advantages_of(
+            rewards: Tensor, mask: Tensor, lengths: Tensor, group_size: int, values: Tensor, gamma: float, lam: float
+        ) -> Any:
             args = Config(
                 kl_coef=0.0,
                 advantage_estimator=estimator,
-                gamma=1.0,
+                gamma=gamma,
                 lambd=lam,
                 use_rollout_logprobs=False,
                 custom_advantage_function_path=None,
@@ -80,7 +82,7 @@ def _trained(estimator: str, label: str = "", lam: float = 1.0, whiten: bool = F
             data: dict[str, Any] = {
                 "log_probs": per_row(torch.zeros(mask.shape), lengths),
                 "rewards": _normalized(source, estimator, rewards.tolist(), group_size, std),
-                "values": per_row(values_of(mask), lengths),
+                "values": per_row(critic(values, lengths), lengths),
                 "response_lengths": lengths.tolist(),
                 "total_lengths": lengths.tolist(),
                 "loss_masks": per_row(mask.long(), lengths),
@@ -88,7 +90,7 @@ def _trained(estimator: str, label: str = "", lam: float = 1.0, whiten: bool = F
             found(args, data)
             return padded(data["advantages"], mask.shape[1]) * mask
 
-        return call
+        return with_critic(advantages_of) if estimator == "ppo" else without_critic(advantages_of)
 
 
 _trained("grpo")
@@ -97,7 +99,6 @@ _trained("reinforce_plus_plus")
 _trained("reinforce_plus_plus", "reinforce_plus_plus, normalize_advantages", whiten=True)
 _trained("reinforce_plus_plus_baseline")
 _trained("ppo")
-_trained("ppo", "ppo, λ 0.9", lam=0.9)
 
 
 @table.add(f"{UTILS}:compute_policy_loss", loss=True, eps_clip=0.2, eps_clip_high=0.28)

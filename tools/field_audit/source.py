@@ -149,9 +149,9 @@ class Source:
             result: the name whose value is returned.
         """
         module = self.module(place.partition(":")[0])
-        assert module.__file__ is not None
+        file = str(getattr(module, "__file__", None) or (module.__spec__ and module.__spec__.origin))
         names = place.partition(":")[2].split(".")
-        tree: Any = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        tree: Any = ast.parse(Path(file).read_text(encoding="utf-8"))
         for name in names:
             tree = next(n for n in ast.walk(tree) if getattr(n, "name", None) == name)
         for node in ast.walk(tree):
@@ -161,7 +161,7 @@ class Source:
                 end = next((i for i, text in enumerate(texts) if last in text and i >= (begin or 0)), None)
                 if begin is None or end is None:
                     continue
-                code = compile(ast.Module(block[begin : end + 1], []), module.__file__, "exec")
+                code = compile(ast.Module(block[begin : end + 1], []), file, "exec")
 
                 def run(**given: Any) -> Any:
                     space = {**vars(module), **given}

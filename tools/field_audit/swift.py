@@ -12,12 +12,21 @@ from .entry import Function, Table
 from .source import Source
 
 ADV = "swift.rl_core.advantage"
-table = Table("swift", "modelscope/ms-swift")
+table = Table(
+    "swift",
+    "modelscope/ms-swift",
+    left_out={
+        "GRPOTrainer (real)": "a classification of positive against negative rows of whole groups",
+        "GRPOTrainer (fipo)": "its weights look ahead over the KL of the row; no check knows what is right",
+    },
+)
 
 
 def _advantages(estimator: str, scale: str) -> None:
     @table.add(f"{ADV}:compute_advantages", label=f"{estimator}, {scale}")
     def make(found: Function, source: Source) -> Function:
+        found.__globals__["nanstd"] = source.get("swift.utils.torch_utils:nanstd")  # its package loads lazily
+
         def call(rewards: Tensor, group_size: int) -> Any:
             return found(rewards[:, None], torch.ones(1), group_size, estimator, scale)
 
@@ -59,7 +68,7 @@ def _loss(kind: str, level: str = "token", clip: bool = True, label: str = "", *
                 "importance_sampling_level": level, "_has_teacher": False, "loss_type": kind, "epsilon_low": low,
                 "epsilon_high": high, "off_policy_sequence_mask_delta": None, "tau_pos": 1.0, "tau_neg": 1.05,
                 "args": SimpleNamespace(delta=None, log_entropy=False, top_entropy_quantile=1.0), "sdar_loss_coef": 0.0,
-                "max_completion_length": 8, "accelerator": SimpleNamespace(num_processes=1), "real_tau": 1.0,
+                "max_completion_length": 8, "accelerator": SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x, gather=lambda x: x), "real_tau": 1.0,
                 "num_generations": 3, "disable_rollout_importance_sampling": True, "chord_sft_iterator": None,
                 "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, None), "use_gym_env": False,
                 "_undo_gradient_accumulation_scaling": lambda loss: loss,
@@ -104,4 +113,3 @@ _loss("grpo", "sequence", label="grpo, ratio of the sequence")
 _loss("grpo", "sequence_token", label="grpo, ratio of the sequence per token")
 _loss("sapo", clip=False)
 _loss("cispo", clip=False)
-_loss("real", clip=False)

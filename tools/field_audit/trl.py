@@ -67,10 +67,12 @@ _rloo(False)
 _rloo(True)
 
 
-@table.add("trl.experimental.async_grpo.async_rollout_worker:AsyncRolloutWorker", label="its scoring")
+_SCORE = "trl.experimental.async_grpo.async_rollout_worker:_AsyncRolloutLoop._score_group"
+
+
+@table.add(_SCORE)
 def _async(_: Function, source: Source) -> Function:
-    place = "trl.experimental.async_grpo.async_rollout_worker:AsyncRolloutWorker"
-    lines = source.lines(place, "scored_mask =", "scored_mask.any()", "advantages")
+    lines = source.lines(_SCORE, "scored_mask =", "scored_mask.any()", "advantages")
 
     def call(rewards: np.ndarray, groups: np.ndarray) -> Any:
         out = np.zeros(len(rewards))
