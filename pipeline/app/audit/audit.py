@@ -33,7 +33,7 @@ class Result:
 def all_checks() -> tuple[Check, ...]:
     """Every check, in the order in which they run."""
     from creditgraph.pipeline.app.audit.loss import LOSS
-    from creditgraph.pipeline.app.audit.records import RECORDS
+    from creditgraph.pipeline.app.audit.records_tokens import RECORDS
 
     return (*of_advantages(), *LOSS, *RECORDS)
 

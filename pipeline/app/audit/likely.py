@@ -36,7 +36,7 @@ def likely(target: Any, found: Sequence[Finding], names: Sequence[str]) -> str:
 
 
 def _of_advantages(target: AdvantageTarget, names: frozenset[str]) -> Iterator[str]:
-    if names <= WORDS["whitening"] and generalised(target).verdict == "pass":
+    if names & WORDS["whitening"] and generalised(target).verdict == "pass":
         yield "this is GAE, whitened over the batch. If that is wanted: --declare whitening"
     design = recognised(target)
     if design is not None and design.declare:

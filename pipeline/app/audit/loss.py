@@ -72,18 +72,20 @@ def differences(target: LossTarget) -> Finding:
 
 
 def _weighted_logprobs(target: LossTarget, inputs: LossInputs, gradient: Floats) -> float:
-    """How far the loss is from Σ w log π with fixed weights w: a shift of all log-probs of a token leaves every ratio,
-    and with it the weights, as they are, so that such a loss changes by w alone, its gradient."""
+    """How far the loss is from Σ w log π, with fixed weights w, plus a KL term of log π − log π_ref.
+
+    A shift of all log-probs of a token leaves every ratio, and with it the weights and the KL term, as they are, so that
+    the loss changes by w alone; a shift of the reference changes the KL term alone, by minus its gradient.
+    """
     numeric = np.zeros_like(gradient)
+    every = ("logprobs", "old_logprobs", "reference_logprobs")
     for place in zip(*inputs.batch.mask.nonzero(), strict=True):
-        values = []
-        for step in (1e-4, -1e-4):
-            kinds = ("logprobs", "old_logprobs", "reference_logprobs")
-            moved = {kind: getattr(inputs, kind).copy() for kind in kinds}
-            for kind in kinds:
-                moved[kind][place] += step
-            values.append(target.value_and_gradient(inputs.with_(**moved))[0])
-        numeric[place] = (values[0] - values[1]) / 2e-4
+        for kinds, sign in ((every, 1.0), (every[2:], -1.0)):
+            for step in (1e-4, -1e-4):
+                moved = {kind: getattr(inputs, kind).copy() for kind in kinds}
+                for kind in kinds:
+                    moved[kind][place] += step
+                numeric[place] += sign * target.value_and_gradient(inputs.with_(**moved))[0] / (2 * step)
     largest = float(np.abs(gradient).max())
     return float(np.abs(np.where(inputs.batch.mask, gradient, 0.0) - numeric).max()) / largest if largest else 1.0
 

@@ -115,7 +115,8 @@ def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
     from creditgraph.components.learner.objective import Objective
     from creditgraph.pipeline.app.audit.installed import installed
     from creditgraph.pipeline.app.audit.opened import function_target
-    from creditgraph.pipeline.app.audit.records import RECORDS, read_records
+    from creditgraph.pipeline.app.audit.records import read_records
+    from creditgraph.pipeline.app.audit.records_tokens import RECORDS
     from creditgraph.pipeline.app.audit.targets import load_function
     from creditgraph.pipeline.core.component import Component
     from creditgraph.pipeline.run.compose.overrides import parse_settings
