@@ -145,12 +145,11 @@ def _loss(name: str, aggregate: str = "token-mean", label: str = "", low: float 
 for _mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
     _loss("compute_policy_loss_vanilla", _mode, label=_mode)
 _loss("compute_policy_loss_gspo", "seq-mean-token-mean", low=0.0003, high=0.0004)
-for _name in ("geo_mean", "clip_cov"):
-    _loss(f"compute_policy_loss_{_name}")
+_loss("compute_policy_loss_clip_cov")
 
 
 def _bounded(name: str) -> None:
-    """Bounds of a probability, or of a weight whose gradient is stopped: no clip of the ratio."""
+    """Bounds of a probability, a log ratio, or a weight whose gradient is stopped: no clip of the ratio."""
 
     @table.add(f"{CORE}:{name}", loss=True, low=0.2, high=0.28)
     def make(found: Function) -> Function:
@@ -162,7 +161,7 @@ def _bounded(name: str) -> None:
         return call
 
 
-for _name in ("dppo_tv", "dppo_kl", "cispo"):
+for _name in ("geo_mean", "dppo_tv", "dppo_kl", "cispo"):
     _bounded(f"compute_policy_loss_{_name}")
 
 
