@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from creditgraph.pipeline.app.credit.statistics import Floats, mean_sd
+from creditgraph.lab.bench.statistics import Floats, mean_sd
 from creditgraph.pipeline.core.streams import Stream
 
 DRAWS = 4096
