@@ -10,7 +10,7 @@ import torch
 
 from creditgraph.components.localizer.base import Localizer, Outputs
 from creditgraph.components.rollouts.second_turn import encoded, problem_of
-from creditgraph.components.rollouts.thoughts import num_thoughts, thought_texts
+from creditgraph.components.rollouts.thoughts import num_thoughts, steps_of, thought_texts
 from creditgraph.components.text.templates import localize_prompt
 from creditgraph.pipeline.core.component import Count
 from creditgraph.pipeline.core.handles import Policy, Requests, Sampling
@@ -19,7 +19,7 @@ from creditgraph.pipeline.core.payloads import Prompts, Trajectories
 from creditgraph.pipeline.core.streams import keys_within
 
 SOURCES = ("boxed", "step", "default")
-_BOXED = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
+_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{\s*)?(-?\d+)\s*\.?\s*\}")
 _STEP = re.compile(r"\bstep\s*#?\s*(\d+)", re.IGNORECASE)
 
 
@@ -87,6 +87,8 @@ class SelfLocalizer(Localizer):
         """budget of the response in tokens"""
         stop: tuple[str, ...] = ()
         """strings that end the response, in addition to end of text"""
+        reference: bool = False
+        """show the problem's reference solution too, where it has one (InT); task families' own prompts cannot"""
 
     config: Config
 
@@ -105,6 +107,9 @@ class SelfLocalizer(Localizer):
         self.context.log(**shares, out_of_range_share=out_of_range, sampled_tokens=Count(num_tokens))
         return self.outputs(failures, torch.tensor([verdict.step for verdict in parsed], dtype=torch.int64), source)
 
+    def _solution(self, prompts: Prompts, row: int) -> list[str]:
+        return steps_of(prompts.solution[row]) if self.config.reference else []
+
     def _responses(self, prompts: Prompts, failures: Trajectories, policy: Policy) -> tuple[list[str], int]:
         """The response about each failure, and the number of sampled tokens."""
         if not len(failures):
@@ -112,7 +117,7 @@ class SelfLocalizer(Localizer):
         tokenizer = policy.tokenizer
         rows = prompts.index_of(failures.prompt_uid).tolist()
         texts = [
-            localize_prompt(*problem_of(prompts, row), steps, tokenizer)
+            localize_prompt(*problem_of(prompts, row), steps, tokenizer, self._solution(prompts, row))
             for row, steps in zip(rows, thought_texts(failures, tokenizer), strict=True)
         ]
         settings = self.config

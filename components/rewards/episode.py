@@ -1,12 +1,12 @@
 """Rewards of episodes: what an environment gave for all turns together."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 
 from creditgraph.components.rollouts.played import FAULTS
-from creditgraph.components.rollouts.turn_rows import episode_returns
+from creditgraph.components.rollouts.turn_rows import episode_ends, episode_returns
 from creditgraph.pipeline.core.component import Component, Count, same_rows
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Rewards, Turns
@@ -20,24 +20,29 @@ class Outputs:
 
 
 class EpisodeRewards(Component):
-    """Gives each turn the return of its episode: the sum of the rewards of all its turns.
+    """Gives each turn the outcome of its episode: the sum of the rewards of all its turns, or that of the last one.
+
+    `last` is for environments that reward turns apart from the outcome, which their last turn brings: a method that
+    compares turn rewards too (MT-GRPO) would otherwise pay the last turn for the rewards of those before.
 
     An episode with a fault is invalid (zero credit), since its return is not that of the policy. Kinds of faults in
     `keep` count as an end like any other.
     """
 
     metrics = (
-        Metric("mean", "reward", "return of an episode, mean over valid ones"),
-        Metric("correct", "share", "episodes whose return is `threshold` or more"),
+        Metric("mean", "reward", "outcome of an episode, mean over valid ones"),
+        Metric("correct", "share", "episodes whose outcome is `threshold` or more"),
         Metric("invalid", "episodes", "episodes that a fault cut off; they get no credit"),
     )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """What counts as correct, and which faults do not matter."""
+        """What the outcome is, what counts as correct, and which faults do not matter."""
 
+        outcome: Literal["sum", "last"] = "sum"
+        """of the rewards of all turns, or the last turn's alone"""
         threshold: float = 1.0
-        """returns from here on count as correct"""
+        """outcomes from here on count as correct"""
         keep: tuple[str, ...] = ()
         """kinds of faults, such as turns and context, after which the return so far counts"""
 
@@ -49,8 +54,8 @@ class EpisodeRewards(Component):
     config: Config
 
     def run(self, *, turns: Turns) -> Outputs:
-        """Sums the rewards of each episode."""
-        value, first = episode_returns(turns)
+        """One outcome per episode, on all of its turns."""
+        value, first = episode_returns(turns) if self.config.outcome == "sum" else episode_ends(turns)
         valid = torch.tensor([not f or f.partition(":")[0] in self.config.keep for f in turns.fault], dtype=torch.bool)
         # Sums of decimals such as ten times 0.1 end just below their value.
         correct = valid & (value >= self.config.threshold - 1e-6)

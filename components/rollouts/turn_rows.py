@@ -1,6 +1,7 @@
 """Episodes whose turns are rows: per-episode views, returns, and rows that share a state."""
 
 from collections.abc import Iterable
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 import torch
@@ -90,6 +91,15 @@ def episode_returns(turns: Turns) -> tuple[Tensor, Tensor]:
     return value[place], first[place] == torch.arange(len(turns))
 
 
+def episode_ends(turns: Turns) -> tuple[Tensor, Tensor]:
+    """As `episode_returns`, with the reward of the episode's last turn alone."""
+    first, place = episode_rows(turns)
+    last = torch.full((len(first),), -1, dtype=torch.int64).scatter_reduce(0, place, turns.turn.long(), "amax")
+    ends = turns.turn == last[place]
+    value = torch.zeros(len(first), dtype=torch.float64).index_add_(0, place[ends], turns.reward[ends].double())
+    return value[place], first[place] == torch.arange(len(turns))
+
+
 def mean_of_others(
     total: Tensor, count: Tensor, group: Tensor, valid: Tensor, episode: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -128,12 +138,32 @@ def returns_to_go(rewards: Jagged, gamma: float = 1.0) -> Jagged:
     return rewards.with_values(padded[rewards.row_ids, rewards.positions])
 
 
-def state_groups(group: Tensor, state: list[str]) -> Tensor:
-    """int64 [N]: an id for each pair of `group` [N] and state key; a row whose state is unknown ("") has its own."""
+def state_groups(group: Tensor, state: list[str], similarity: float = 1.0) -> Tensor:
+    """int64 [N]: an id for each pair of `group` [N] and state key; a row whose state is unknown ("") has its own.
+
+    Below a `similarity` of 1, a state counts as the first one of its group, in the order of the rows, whose
+    `difflib.SequenceMatcher.ratio` with it is that large or larger.
+    """
+    if similarity < 1.0:
+        state = _representatives(group, state, similarity)
     ids: dict[tuple[int, str], int] = {}
     found = [ids.setdefault((g, s), len(ids)) if s else -1 for g, s in zip(group.tolist(), state, strict=True)]
     place = torch.tensor(found, dtype=torch.int64)
     return torch.where(place < 0, len(ids) + torch.arange(len(place)), place)
+
+
+def _representatives(group: Tensor, state: list[str], similarity: float) -> list[str]:
+    """The state that each one counts as."""
+    firsts: dict[int, list[str]] = {}
+    counts_as: dict[tuple[int, str], str] = {}
+    for g, s in zip(group.tolist(), state, strict=True):
+        if s and (g, s) not in counts_as:
+            known = firsts.setdefault(g, [])
+            near = next((other for other in known if SequenceMatcher(None, other, s).ratio() >= similarity), None)
+            if near is None:
+                known.append(s)
+            counts_as[g, s] = near or s
+    return [counts_as[g, s] if s else "" for g, s in zip(group.tolist(), state, strict=True)]
 
 
 def check_episode_rewards(rewards: Rewards, turns: Turns) -> None:

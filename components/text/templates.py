@@ -201,18 +201,24 @@ def later_turn(template: str, observation: str, tokenizer: Any) -> str:
     return _chat(turns, tokenizer, required=True).partition(_PROBE)[2]
 
 
-def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Prompt for the first wrong step of a failed attempt; the response ends in \\boxed{N}, N from 1 to len(steps)."""
+def localize_prompt(
+    metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any, reference: Sequence[str] = ()
+) -> str:
+    """Prompt for the first wrong step of a failed attempt; the response ends in \\boxed{N}, N from 1 to len(steps).
+
+    `reference` are the steps of a solution that is shown too; the prompts of task families have no place for it.
+    """
     template = check_template(metadata.get("template", "plain"))
     if template in TASKS:
         return TASKS[template].localize_prompt(question, steps)
-    return _chat(localize_request(question, steps), tokenizer)
+    return _chat(localize_request(question, steps, reference), tokenizer)
 
 
-def localize_request(question: str, steps: Sequence[str]) -> str:
+def localize_request(question: str, steps: Sequence[str], reference: Sequence[str] = ()) -> str:
     """The request for the first wrong step of a failed attempt, as text without a chat template."""
     instructions = LOCALIZE_INSTRUCTIONS.replace("<count>", str(len(steps)))
-    return f"{instructions}\nProblem: {question}\n\n{_numbered(steps)}\n"
+    solution = "Reference solution:\n" + "\n".join(reference) + "\n\n" if reference else ""
+    return f"{instructions}\nProblem: {question}\n\n{solution}{_numbered(steps)}\n"
 
 
 def revise_prompt(

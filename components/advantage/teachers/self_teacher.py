@@ -47,6 +47,15 @@ def magnitude(advantage: Tensor, gap: Tensor, mix: float, clip: float) -> Tensor
     return advantage * ((1 - mix) + mix * weight)
 
 
+def annealed(mix: float, iteration: int, anneal: int) -> float:
+    """λ max(0, 1 − iteration/anneal); λ itself where anneal is 0.
+
+    >>> [annealed(0.5, iteration, 40) for iteration in (0, 10, 40, 60)], annealed(0.5, 60, 0)
+    ([0.5, 0.375, 0.0, 0.0], 0.5)
+    """
+    return mix * max(0.0, 1 - iteration / anneal) if anneal else mix
+
+
 class SelfTeacher(Component):
     """Credits each token with what the policy thinks of it once it knows more: Δ_t = log π(y_t | x, c, y_<t) −
     log π(y_t | x, y_<t).
@@ -58,8 +67,9 @@ class SelfTeacher(Component):
     - `gap`: A_t = Δ_t. With objective `reinforce` its expected gradient is that of −KL(π(· | x, y_<t) ‖ π(· | x, c,
       y_<t)): SDPO (2601.20802) on sampled tokens. Its sums over the top tokens are not built here.
     - `weight`: the wired credit A becomes A ((1 − λ) + λ clip(exp(sign(A) Δ_t), 1 − ε, 1 + ε)): RLSD (2604.03128). The
-      sign is the outcome's, so what the context gives away cannot turn it. exp(sign(A) Δ) is second-hand (summaries of
-      the paper); the clip and λ are our reading.
+      sign is the outcome's, so what the context gives away cannot turn it. All of it is second-hand: exp(sign(A) Δ)
+      from summaries of the paper, λ = .5 and ε = .2 from five public ports, of which three let λ fall linearly to 0
+      over 40 to 50 steps (`anneal`). Two of them renew the teacher every 5 to 10 steps; here it is the present policy.
 
     A response without such a context, or without room for it in the model's context, has Δ = 0 (counted). One with an
     invalid reward gets zero credit. The words that show c are ours.
@@ -86,13 +96,16 @@ class SelfTeacher(Component):
         """largest |Δ| of `gap` [nats]; 0 sets no limit"""
         mix: float = 0.5
         """λ of `weight`: 0 leaves the wired credit as it is"""
+        anneal: int = 0
+        """iterations over which λ falls linearly to 0; 0 keeps it"""
         clip: float = 0.2
         """ε of `weight`"""
 
         def __post_init__(self) -> None:
-            if self.limit < 0 or not 0 <= self.mix <= 1 or not 0 <= self.clip <= 1:
+            if min(self.limit, self.anneal) < 0 or not 0 <= self.mix <= 1 or not 0 <= self.clip <= 1:
                 raise ValueError(
-                    f"expected limit ≥ 0, 0 ≤ mix ≤ 1 and 0 ≤ clip ≤ 1, got {self.limit}, {self.mix} and {self.clip}."
+                    f"expected limit ≥ 0, 0 ≤ mix ≤ 1, 0 ≤ clip ≤ 1 and anneal ≥ 0, got {self.limit}, {self.mix}, "
+                    f"{self.clip} and {self.anneal}."
                 )
 
     config: Config
@@ -133,7 +146,8 @@ class SelfTeacher(Component):
             if credit is None:
                 raise ConfigError(f"node '{self.context.node}': form 'weight' needs a wire to 'credit'.")
             check_aligned(trajectories, credit)
-            values = magnitude(credit.advantage.values, gap, settings.mix, settings.clip)
+            mix = annealed(settings.mix, self.context.iteration, settings.anneal)
+            values = magnitude(credit.advantage.values, gap, mix, settings.clip)
             made = credit.replace(advantage=tokens.with_values(values))
         else:
             values = gap.clamp(-settings.limit, settings.limit) if settings.limit else gap

@@ -34,7 +34,13 @@ class NormalizeSettings:
 
 
 def outcome_advantage(
-    outcome: Tensor, group: Tensor, valid: Tensor, episodes: Jagged, normalize: Normalize, eps: float
+    outcome: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    episodes: Jagged,
+    normalize: Normalize,
+    eps: float,
+    unbiased: bool = False,
 ) -> Tensor:
     """The advantage of each turn's episode against the episodes of its group, float32 [N]; every episode counts once.
 
@@ -45,10 +51,12 @@ def outcome_advantage(
         outcome, valid: float and bool [N], the same on all turns of an episode.
         group: int64 [N].
         episodes: one row per episode, see `by_episode`.
-        normalize, eps: as in `group_advantage`.
+        normalize, eps, unbiased: as in `group_advantage`.
     """
     first = episodes.offsets[:-1]
-    per_episode = group_advantage(outcome[first], group[first], valid[first], normalize=normalize, eps=eps)
+    per_episode = group_advantage(
+        outcome[first], group[first], valid[first], normalize=normalize, unbiased=unbiased, eps=eps
+    )
     return per_episode[episodes.row_ids]
 
 

@@ -41,6 +41,9 @@ class GiGPO(TurnAdvantage):
     for state s is that of ∇J times (N − 1) + ω (N − (1 − (1 − p)^N) / p), p being the probability that an episode
     visits s and N the group's episodes. So rare states count less, and many episodes make it proportional to ∇J.
     γ < 1 prefers earlier rewards; a state visited again compares a turn with its own future.
+
+    With `std` both deviations divide by n − 1, as the release's forks do (second-hand); `unbiased: false` divides by n,
+    which makes the advantages of a pair ±1 instead of ±.707.
     Over episodes each counts once, as in the paper (the release's default counts an episode once per turn).
     """
 
@@ -65,10 +68,16 @@ class GiGPO(TurnAdvantage):
         """ω, weight of the step advantage; 0 is GRPO over episodes"""
         gamma: float = 0.95
         """γ, discount per turn in the returns that are compared within a state"""
+        unbiased: bool = True
+        """divide by n − 1 in `std`"""
+        similarity: float = 1.0
+        """states this similar (difflib's ratio) are one, in the order of the rows; 1: equal ones alone"""
 
         def __post_init__(self) -> None:
-            if not 0 <= self.gamma <= 1:
-                raise ValueError(f"expected 0 ≤ gamma ≤ 1, got {self.gamma}.")
+            if not (0 <= self.gamma <= 1 and 0 < self.similarity <= 1):
+                raise ValueError(
+                    f"expected 0 ≤ gamma ≤ 1 and 0 < similarity ≤ 1, got {self.gamma} and {self.similarity}."
+                )
 
     config: Config
 
@@ -95,11 +104,11 @@ class GiGPO(TurnAdvantage):
 
     def _parts(self, trajectories: Trajectories, turns: Turns, rewards: Rewards) -> _Parts:
         config = self.config
-        how: dict[str, Any] = {"normalize": config.normalize, "eps": config.eps}
+        how: dict[str, Any] = {"normalize": config.normalize, "eps": config.eps, "unbiased": config.unbiased}
         episodes = by_episode(trajectories, turns)
         group, valid = trajectories.group, rewards.valid
         returns = returns_to_go(episodes, config.gamma).values
-        states = state_groups(group, turns.state)
+        states = state_groups(group, turns.state, config.similarity)
         _, place, peers = torch.unique(states, return_inverse=True, return_counts=True)
         return _Parts(
             outcome_advantage(rewards.value, group, valid, episodes, **how),

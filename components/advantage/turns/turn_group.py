@@ -1,7 +1,7 @@
 """Turn rewards compared at the same turn of a group's episodes, and their outcomes (MT-GRPO)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
@@ -35,10 +35,15 @@ def turn_advantage(
 
 
 class TurnGroup(TurnAdvantage):
-    """A = A_outcome + w A_turn: the episode's reward against its group, and the turn's against the same turn's.
+    """A = A_outcome + w A_turn: the episode's outcome against its group, and the turn's reward against the same turn's.
 
-    Source: 2505.11821, whose episodes have two turns, the first with A_turn + A_outcome, the last with A_outcome only.
-    More turns, and an end that the policy chooses, are our reading. weight 0 is GRPO over episodes, each counting once.
+    Source: 2505.11821 and its code, whose episodes have two turns, the first with A_turn + A_outcome, the last with
+    A_outcome only, and whose outcomes are apart from the rewards of turns: wire `rewards.episode` with `outcome: last`.
+    With the sum as outcome, the last turn is paid for the rewards of those before. An episode of one turn has the
+    combined reward of that turn. More turns are our reading. weight 0 is GRPO over episodes, each counting once.
+
+    `form: cae` is the code's other form: each turn but the last has norm(r_turn + γ·outcome) of the same turn,
+    and the last norm(outcome).
 
     Unbiased (up to a factor) with `mean` and weight 0: E[Σ A ∇log π] = (N − 1) ∇J. The second term follows the turns'
     own rewards, see `turn_advantage`; with `last_turn: false` it never compares ending with going on: its part for a
@@ -55,6 +60,14 @@ class TurnGroup(TurnAdvantage):
         """w, weight of the comparison of turn rewards; 0 leaves the episode's reward alone"""
         last_turn: bool = False
         """also compare the reward of an episode's last turn, which otherwise counts in the outcome only"""
+        form: Literal["additive", "cae"] = "additive"
+        """A_outcome + w A_turn, or the outcome within the compared reward of each turn but the last"""
+        gamma: float = 1.0
+        """γ of `cae`, weight of the outcome in a turn's reward"""
+
+        def __post_init__(self) -> None:
+            if self.form == "cae" and (self.last_turn or self.weight != 1.0):
+                raise ValueError("form: cae has neither a weight nor the last turn's reward; leave both as they are.")
 
     config: Config
 
@@ -76,7 +89,10 @@ class TurnGroup(TurnAdvantage):
         episodes = by_episode(trajectories, turns)
         outcome = outcome_advantage(rewards.value, trajectories.group, rewards.valid, episodes, **how)
         counts = rewards.valid if config.last_turn else rewards.valid & ~last_turns(episodes)
-        return outcome, turn_advantage(turns.reward, trajectories.group, turns.turn, counts, **how)
+        if config.form == "additive":
+            return outcome, turn_advantage(turns.reward, trajectories.group, turns.turn, counts, **how)
+        reward = turns.reward + config.gamma * rewards.value
+        return outcome.where(~counts, 0.0), turn_advantage(reward, trajectories.group, turns.turn, counts, **how)
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """Both parts of each turn's advantage."""

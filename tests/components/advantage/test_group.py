@@ -114,3 +114,17 @@ def test_rewards_of_other_rows_are_refused(toolbox):
         toolbox.start(GroupAdvantage).run(
             trajectories=trajectories, rewards=toolbox.rewards(torch.tensor([1, 2]), [1.0, 0.0])
         )
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_over_mean_is_the_truncated_gradient_of_log_p(size, p):
+    # Of a policy with two answers, ∇log π is ∇p/p for the right one and −∇p/(1 − p) for the wrong one. Over all groups,
+    # E[1/N Σ A ∇log π]/∇p = Σ_{k<N} (1 − p)^(k−1), the first N − 1 terms of 1/p = ∇log p/∇p.
+    total = 0.0
+    for k in range(size + 1):
+        right = torch.arange(size) < k
+        advantage = group_advantage(right.float(), normalize="over_mean").double()
+        score = torch.where(right, 1 / p, -1 / (1 - p)).double()
+        total += math.comb(size, k) * p**k * (1 - p) ** (size - k) * float((advantage * score).mean())
+    assert total == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-5)

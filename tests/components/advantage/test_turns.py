@@ -11,6 +11,7 @@ from creditgraph.components.advantage.turns.gigpo import GiGPO
 from creditgraph.components.advantage.turns.information_gain import InformationGain
 from creditgraph.components.advantage.turns.turn_gae import TurnGAE, turn_gae
 from creditgraph.components.advantage.turns.turn_group import TurnGroup
+from creditgraph.components.rewards.episode import EpisodeRewards
 from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
 from creditgraph.components.value.state_mean import StateMean
 from creditgraph.pipeline.core.errors import AlignmentError
@@ -73,6 +74,42 @@ def test_turn_group_by_hand(toolbox, advantage):
     assert per_turn(credit) == pytest.approx([0.15, -0.1, -1.1, 0.95, 1.1])
 
 
+def test_turn_group_with_outcomes_apart_by_hand(toolbox, advantage):
+    # Two episodes of two turns: turn rewards 1 and 0, outcomes 0 and 2. Outcomes −1 and +1 about their mean 1, first
+    # turns ±.5. The first episode is not paid for its turn's reward again: with the sums 1 and 2 it would have −.5.
+    trajectories = toolbox.trajectories(["x"] * 4)
+    turns = turns_of(trajectories, [2, 2], [1.0, 0.0, 0.0, 2.0], "abcd")
+    outcome = toolbox.start(EpisodeRewards, outcome="last").run(turns=turns).rewards
+    assert outcome.value.tolist() == [0, 0, 2, 2]
+    given = {"trajectories": trajectories, "turns": turns, "rewards": outcome}
+    assert per_turn(advantage(TurnGroup, normalize="mean")(**given)) == pytest.approx([-0.5, -1, 0.5, 1])
+    # cae with γ = .5: first turns 1 + 0 and 0 + 1, so 0 each; last turns the outcome's −1 and +1.
+    assert per_turn(advantage(TurnGroup, normalize="mean", form="cae", gamma=0.5)(**given)) == [0, -1, 0, 1]
+
+
+def test_gigpo_divides_by_n_minus_1(toolbox, advantage):
+    # A pair in one state with returns 1 and 0: deviation √(.25 + .25) = .7071, so ±.5/.7071 = ±.7071, with n ±1.
+    trajectories = toolbox.trajectories(["x"] * 2)
+    turns = turns_of(trajectories, [1, 1], [1.0, 0.0], "ss")
+    given = {
+        "trajectories": trajectories,
+        "turns": turns,
+        "rewards": toolbox.rewards(trajectories.uid, [1, 0]),
+    }
+    run = lambda **settings: per_turn(advantage(GiGPO, eps=0.0, **settings)(**given))  # noqa: E731
+    assert run() == pytest.approx([2 * 0.5**0.5, -2 * 0.5**0.5])
+    assert run(unbiased=False) == pytest.approx([2, -2])
+    assert run(omega=0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_similar_states_are_one_in_the_order_of_the_rows():
+    group = torch.tensor([0, 0, 0, 0, 1])
+    state = ["room one", "room two", "a lake", "", "room one"]
+    # "room one" and "room two" share "room " and "o": ratio 2·6/16 = .75.
+    assert state_groups(group, state, 0.75).tolist() == [0, 0, 1, 6, 2]
+    assert state_groups(group, state, 0.76).tolist() == state_groups(group, state).tolist() == [0, 1, 2, 7, 3]
+
+
 def test_gae_by_hand():
     # Rewards 1, 2 and values 3, 4: δ = 1 + 4 − 3 = 2 and 2 + 0 − 4 = −2; λ = .5 gives 2 − 1 = 1 and −2.
     reward = Jagged.from_rows([[1.0, 2.0], [5.0]], torch.float64)
@@ -116,6 +153,36 @@ def test_state_mean_by_hand(toolbox):
 # --- slow versions and identities ---
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.7])
+def test_cae_is_its_slow_loop(batch, advantage, gamma):
+    trajectories, turns, rewards = batch["trajectories"], batch["turns"], batch["rewards"]
+    rows = range(len(turns))
+    last = [i + 1 == len(turns) or int(turns.turn[i + 1]) == 0 for i in rows]
+    compared = [
+        (int(trajectories.group[i]), int(turns.turn[i])) if rewards.valid[i] and not last[i] else None for i in rows
+    ]
+    value = [float(turns.reward[i]) + gamma * float(rewards.value[i]) for i in rows]
+    ends = {
+        g: [float(rewards.value[i]) for i in rows if last[i] and rewards.valid[i] and trajectories.group[i] == g]
+        for g in (7, 9)
+    }
+    expected = []
+    for i in rows:
+        peers = (
+            [value[j] for j in rows if compared[j] == compared[i]] if compared[i] else ends[int(trajectories.group[i])]
+        )
+        own = value[i] if compared[i] else float(rewards.value[i])
+        expected.append(own - statistics.fmean(peers) if rewards.valid[i] else 0.0)
+    credit = advantage(TurnGroup, normalize="mean", form="cae", gamma=gamma)(**batch)
+    assert per_turn(credit) == pytest.approx(expected, abs=1e-5)
+
+
+def test_outcomes_apart_with_one_turn_each_are_the_sum(toolbox):
+    turns = turns_of(toolbox.trajectories(["x"] * 3), [1, 1, 1], [0.5, -1.0, 2.0], "abc")
+    of = lambda outcome: toolbox.start(EpisodeRewards, outcome=outcome).run(turns=turns).rewards.value  # noqa: E731
+    assert of("last").tolist() == of("sum").tolist() == [0.5, -1.0, 2.0]
+
+
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.0), (1.0, 0.6), (0.9, 1.0), (0.8, 0.5)])
 def test_gae_is_the_mixture_of_returns_of_n_turns(batch, gamma, lam):
     # Â = (1 − λ) Σ_n λ^(n−1) (n-step return) + λ^(rest) (whole return) − v, the definition of GAE.
@@ -154,7 +221,11 @@ def gigpo_by_dicts(batch, normalize, omega, gamma, eps):
 
     def norm(x, peers):
         mean = statistics.fmean(peers)
-        spread = {"mean": 1.0, "std": statistics.pstdev(peers) + eps, "std_exact": statistics.pstdev(peers)}[normalize]
+        spread = {
+            "mean": 1.0,
+            "std": (statistics.stdev(peers) if len(peers) > 1 else 0.0) + eps,
+            "std_exact": statistics.pstdev(peers),
+        }[normalize]
         return 0.0 if spread < 1e-8 else (x - mean) / spread
 
     outcomes, anchors, returns = {}, {}, {}

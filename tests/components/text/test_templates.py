@@ -103,6 +103,15 @@ def test_a_plain_attempt_is_revised_in_its_own_form(template):
         assert word not in text
 
 
+def test_the_localizer_may_be_shown_the_solution():
+    chat = {"template": "chat"}
+    blind = templates.localize_prompt(chat, "How many?", ["Two."], ChatTokenizer())
+    shown = templates.localize_prompt(chat, "How many?", ["Two."], ChatTokenizer(), ["Three.", "So 3."])
+    assert "Reference solution" not in blind
+    assert shown.replace("Reference solution:\nThree.\nSo 3.\n\n", "") == blind
+    assert shown.index("Reference solution") < shown.index("Two.")
+
+
 def test_plain_and_chat():
     assert templates.solve_prompt("plain", "How many?", None) == "How many?"
     assert templates.solve_prompt("chat", "How many?", ChatTokenizer()).startswith("<user>How many?")
