@@ -163,7 +163,7 @@ def sampled(records: Records) -> Finding:
     silent: Bools = records.mask & given
     if not silent.any():
         return passed("each trained token has a log-prob of the engine")
-    row = int(silent.any(1).nonzero()[0][0])
+    row = int(np.flatnonzero(silent.any(axis=1))[0])
     return Finding(
         verdict="fail",
         message=f"{int(silent.sum())} trained tokens of {int(silent.any(1).sum())} rows have no log-prob of the engine",
