@@ -149,5 +149,5 @@ for _kind in ("cispo", "sapo", "vespo"):
     _loss(_kind, clip=False)
 _loss("grpo", "grpo, ratio of the sequence", importance_sampling_level="sequence")
 _loss("luspo", "luspo, ratio of the sequence", importance_sampling_level="sequence")
-_loss("rloo", place=RLOO)
+_loss("rloo", clip=False, place=RLOO)  # its bounds are those of the whole sequence's ratio
 _loss("gmpo", place="trl.experimental.gmpo.gmpo_trainer:GMPOTrainer", bounds=(0.4, 0.4))
