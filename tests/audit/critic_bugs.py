@@ -4,12 +4,13 @@ import torch
 
 
 def swept(token_level_rewards, values, response_mask, gamma, lam, delta_of):
+    """From the last token back; observations and padding are passed over."""
     out = torch.zeros_like(values)
-    last, after = 0.0, torch.zeros(len(values))
+    last, after = torch.zeros(len(values)), torch.zeros(len(values))
     for t in reversed(range(values.shape[1])):
         inside = response_mask[:, t]
         delta = delta_of(t, token_level_rewards[:, t], values, after)
-        last = (delta + gamma * lam * last) * inside
+        last = torch.where(inside > 0, delta + gamma * lam * last, last)
         after = torch.where(inside > 0, values[:, t], after)
         out[:, t] = last
     return out * response_mask
@@ -80,6 +81,32 @@ def never_ends(token_level_rewards, values, response_mask, gamma=0.99, lam=0.95)
     return swept(token_level_rewards, values, response_mask.float(), gamma, lam, delta)
 
 
+def stops_at_observations(token_level_rewards, values, response_mask, gamma=0.99, lam=0.95):
+    """The sum is multiplied by the mask, so that no credit gets past an observation."""
+    out, last, after = torch.zeros_like(values), 0.0, torch.zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        inside = response_mask[:, t]
+        last = (token_level_rewards[:, t] + gamma * after - values[:, t] + gamma * lam * last) * inside
+        after = torch.where(inside > 0, values[:, t], after)
+        out[:, t] = last
+    return out
+
+
+def steps_through_observations(token_level_rewards, values, response_mask, gamma=0.99, lam=0.95):
+    everything = torch.ones_like(values)
+    return gae(token_level_rewards, values, everything, gamma, lam) * response_mask
+
+
+def reads_padding(token_level_rewards, values, response_mask, gamma=0.99, lam=0.95):
+    """The value after a token is that of the next column, whether the row has a token there or not."""
+    after = torch.cat([values[:, 1:], torch.zeros(len(values), 1)], dim=1)
+    out, last = torch.zeros_like(values), 0.0
+    for t in reversed(range(values.shape[1])):
+        last = token_level_rewards[:, t] + gamma * after[:, t] - values[:, t] + gamma * lam * last * response_mask[:, t]
+        out[:, t] = last
+    return out * response_mask
+
+
 def lambda_alone(token_level_rewards, values, response_mask, gamma=0.99, lam=0.95):
     def delta(t, r, v, after):
         return r + gamma * after - v[:, t]
@@ -106,4 +133,9 @@ WRONG = {
     lambda_alone: "δ is added up with λ alone, not γλ",
     returns: "it returns returns (advantage plus value), not advantages",
     dones_ignored: "`dones` are ignored",
+}
+ELSEWHERE = {
+    stops_at_observations: "credited_turns",
+    steps_through_observations: "observations",
+    reads_padding: "critic_padding",
 }

@@ -58,6 +58,15 @@ def test_what_is_said_of_a_dual_clip_that_does_nothing():
     assert "tokens of negative advantage at ratios of e⁴ still have a gradient" in finding.message
 
 
+def test_bounds_of_the_log_ratio_are_no_exchanged_bounds():
+    def log_space(logprobs, old_logprobs, advantages, mask, clip_low: float = 0.2, clip_high: float = 0.28):
+        gap = logprobs - old_logprobs
+        bounded = gap.clamp(-clip_low, clip_high)
+        return mean(-torch.minimum(gap.exp() * advantages, bounded.exp() * advantages), mask)
+
+    assert clipping(target(log_space)).verdict == "pass"
+
+
 def test_a_loss_without_a_clip_is_not_judged():
     def plain(logprobs, old_logprobs, advantages, mask):
         return mean(-(logprobs - old_logprobs).exp() * advantages, mask)

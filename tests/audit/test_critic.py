@@ -51,6 +51,12 @@ def test_errors_of_gae_are_named(function):
     assert found["critic_gae"].example["batch"] == BATCHES[0].shown()
 
 
+@pytest.mark.parametrize("function", critic_bugs.ELSEWHERE, ids=lambda f: f.__name__)
+def test_what_goes_wrong_at_observations_and_in_padding(function):
+    found = {r.check.name: r.finding for r in failures(of(function))}
+    assert critic_bugs.ELSEWHERE[function] in found
+
+
 def test_true_values_of_a_problem():
     # p(a = 0) = σ(.5), then p(b = 1 | 0) = σ(−.6): V before token 1 after action 0 is the latter, 0 after action 1.
     chain = next(problem for problem in PROBLEMS if problem.name == "chain")

@@ -170,6 +170,29 @@ def test_right_uses_of_truncated_rows_pass(function):
     assert results["truncated_rows"].verdict == "pass"
 
 
+def only_the_last_turn_learns(rewards: np.ndarray, turns: np.ndarray):
+    """Earlier turns have the return 0, of which whitening makes a constant that no reward moves."""
+    returns = np.where(turns == turns.max(1, keepdims=True), rewards[:, None], 0.0)
+    inside = turns >= 0
+    return (returns - returns[inside].mean()) / (returns[inside].std() + 1e-8) * inside
+
+
+def test_a_constant_is_no_credit_of_a_turn():
+    found = {r.check.name: r.finding for r in run_checks(target(only_the_last_turn_learns), METAMORPHIC)}
+    assert found["credited_turns"].verdict == "fail"
+
+
+Floats = np.ndarray
+
+
+def test_annotations_that_are_strings_are_resolved():
+    def function(rewards: "Floats", groups: "Floats"):
+        assert isinstance(rewards, np.ndarray)
+        return centred(rewards, groups)
+
+    assert run_checks(target(function), CONTRACT[:1])[0].finding.verdict == "pass"
+
+
 def test_gradients_are_shown_by_state():
     found = {r.check.name: r.finding for r in run_checks(target(sign), GRADIENT)}["gradient_chain"]
     assert list(found.example["true"]) == ["token 0", "token 1 after action 0", "token 1 after action 1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skippe
 from creditgraph.pipeline.app.audit.gradient import OfAdvantages
 from creditgraph.pipeline.app.audit.gradient import judged as along
 from creditgraph.pipeline.app.audit.problems import PROBLEMS
-from creditgraph.pipeline.app.audit.search import rounded
+from creditgraph.pipeline.app.audit.search import compare, judged, rounded
 from creditgraph.pipeline.app.audit.targets import GAMMA, LAMBDA, AdvantageTarget
 from creditgraph.pipeline.core.errors import raised_text
 
@@ -186,6 +187,26 @@ def generalised(target: AdvantageTarget) -> Finding:
     )
 
 
+def padding(target: AdvantageTarget) -> Finding:
+    """Values in padding, where a critic gives numbers of no meaning."""
+    if "values" not in target.reads:
+        return skipped("takes no values")
+    if not {"mask", "dones", "lengths", "turns"} & target.reads:
+        return skipped("is not told where rows end")
+    batch = BATCHES[0]
+    beyond = np.arange(batch.width)[None, :] >= batch.lengths[:, None]
+    other = batch.with_(values=np.where(beyond, 3.0, batch.values))
+    try:
+        case = compare(target, batch, other, "values in padding, 0, became 3")
+    except Exception as error:  # what a function from outside raises is its refusal
+        return skipped(f"not judged: raises {raised_text(error)}")
+    if not case.gap:
+        return passed()
+    finding = judged(case, "advantages differ")
+    likely = "the last token bootstraps from the value in the padding: is that set to 0 before it is called?"
+    return dataclasses.replace(finding, likely=likely)
+
+
 def of_no_meaning(target: AdvantageTarget) -> Finding:
     """At γ = λ = 1 any critic is a baseline, and E[g] is ∇J whatever its values are."""
     if not target.has_critic:
@@ -205,6 +226,7 @@ CRITIC = (
         title="Advantages are Σ (γλ)^k δ, δ = r + γ V(next) − V, with V = 0 after the last token.",
         run=generalised,
     ),
+    Check(name="critic_padding", layer="metamorphic", title="Values in padding do not matter.", run=padding),
     Check(
         name="critic_baseline",
         layer="gradient",

@@ -17,6 +17,8 @@ WORDS: Mapping[str, frozenset[str]] = {
     "batch_deviation": _WHOLE_BATCH | {"reward_shift"},
     "whitening": _WHOLE_BATCH,
     "maxrl": frozenset({"reward_shift", "monotone"}),
+    "token_baseline": frozenset({"reward_shift"}),  # a token that no sibling reaches has no baseline
+    "masked_rows_count": frozenset({"invalid_rows"}),  # the mask is of the loss, as with overlong responses
     "no_baseline": frozenset({"reward_shift", "no_signal"}),
 }
 

@@ -46,10 +46,7 @@ _DIVERGENCE = {"loss_clip": "the bounds are of a divergence, not of the ratio"}
 DECLARED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("dppo_tv", "dppo_kl"), _DIVERGENCE),
     "cispo": {"loss_clip": _WEIGHT},
-    "geo_mean": {
-        "loss_token_credit": "one ratio of the whole response moves all of its tokens alike",
-        "loss_clip": "the bounds are of the log ratio",
-    },
+    "geo_mean": {"loss_token_credit": "one ratio of the whole response moves all of its tokens alike"},
     "clip_cov": {"loss_settings": "a share of tokens, which is less than one token in a small batch"},
     "kl_cov": {"loss_cut": _COVARIANCE, "loss_steps": "they are pulled to the old policy"},
 }

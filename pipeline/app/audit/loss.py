@@ -74,8 +74,8 @@ def differences(target: LossTarget) -> Finding:
 def _weighted_logprobs(target: LossTarget, inputs: LossInputs, gradient: Floats) -> float:
     """How far the loss is from Σ w log π, with fixed weights w, plus a KL term of log π − log π_ref.
 
-    A shift of all log-probs of a token leaves every ratio, and with it the weights and the KL term, as they are, so that
-    the loss changes by w alone; a shift of the reference changes the KL term alone, by minus its gradient.
+    A shift of all log-probs of a token leaves every ratio, and with it the weights and the KL term, as they are, so
+    that the loss changes by w alone; a shift of the reference changes the KL term alone, by minus its gradient.
     """
     numeric = np.zeros_like(gradient)
     every = ("logprobs", "old_logprobs", "reference_logprobs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,14 @@ import torch
 from torch import Tensor
 
 from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
-from creditgraph.pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, call_in_a_form, column_of
+from creditgraph.pipeline.app.audit.targets import (
+    LOSS_COLUMNS,
+    AuditError,
+    bind,
+    call_in_a_form,
+    column_of,
+    parameters_of,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,7 +123,7 @@ def loss_function(
 ) -> LossTarget:
     """The target of a plain function; `accumulate` is by default its attribute `audit_accumulate`, if it has one."""
     binding = bind(function, name, given, settings)
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     changed: set[str] = set()
     forms: dict[str, str] = {}
 

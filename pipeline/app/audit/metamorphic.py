@@ -5,6 +5,7 @@ No model and no gradient: a batch is changed, the function is called again, and 
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import Any
 
@@ -120,7 +121,8 @@ def invalid_rows(target: AdvantageTarget) -> Finding:
     shape = shape_of(target)
     return judged(
         search(Kind(Shape(shape.uneven, shape.mixed, False), rows=3), case),
-        "the reward of a rejected row moves advantages",
+        "its reward stays in its group's mean, and moves the others' advantages (--declare masked_rows_count where the "
+        "mask is of the loss only)",
     )
 
 
@@ -194,14 +196,44 @@ def credit_outside(target: AdvantageTarget) -> Finding:
     return judged(search(Kind(shape, turns=True), case), "tokens outside the mask have credit")
 
 
+def observations(target: AdvantageTarget) -> Finding:
+    """One more token of an observation."""
+    if not {"mask", "turns"} & target.reads:
+        return skipped("is not told which tokens are observations")
+
+    def of(tokens: int) -> Batch:
+        row = [0, 0, *[-1] * tokens, 1]
+        between = [[0.1 * i, 0.3, *[0.2] * tokens, 0.5] for i in range(4)]
+        given = [[0.5, 1.0], [0.0, 0.5], [0.0, 0.0], [1.0, 0.0]]
+        return make([1.0, 0.0, 0.0, 1.0], [0] * 4, turns=[row] * 4, turn_rewards=given, values=between)
+
+    short, long = of(1), of(3)
+    before = target.advantages(short)
+    after = before.copy()
+    after[short.mask] = target.advantages(long)[long.mask]
+    case = Case(short, "observations of one token became three", before, after, short.mask)
+    if not case.gap:
+        return passed()
+    finding = judged(case, "credit depends on how long an observation is")
+    if not target.has_critic:
+        return finding
+    return dataclasses.replace(
+        finding, likely="GAE steps through tokens of observations, which decays it or reads their V"
+    )
+
+
 def credited_turns(target: AdvantageTarget) -> Finding:
     """Turns that never get any credit."""
     rows = [[0, 0, -1, 1, 1, -1, 2, 2]] * 4
     found = np.zeros(3)
-    for rewards in ([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]):
+    results = []
+    for rewards in ([1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]):
         batch = make(rewards, [0, 0, 0, 0], turns=rows, turn_rewards=[[0.5 * i, 0.0, 0.2 * i] for i in range(4)])
-        result = np.abs(np.nan_to_num(target.advantages(batch)))
-        found += [result[batch.turns == turn].sum() for turn in range(3)]
+        results.append(np.nan_to_num(target.advantages(batch)))
+        # The same rewards on other rows must move it: a constant, such as one that whitening adds, is no credit.
+        moved = np.abs(results[-1] - results[0])
+        found += [moved[batch.turns == turn].max() > 1e-6 for turn in range(3)]
+    result = results[-1]
     if not found.any():
         return Finding(verdict="fail", message="no token has credit, whatever the rewards", size=3.0)
     empty = [turn for turn in range(3) if not found[turn]]
@@ -298,6 +330,7 @@ METAMORPHIC = (
     Check(name="no_signal", layer="metamorphic", title="Equal rewards give no credit.", run=no_signal),
     Check(name="padding", layer="metamorphic", title="Padding does not matter.", run=padding),
     Check(name="credit_outside", layer="metamorphic", title="Only chosen tokens have credit.", run=credit_outside),
+    Check(name="observations", layer="metamorphic", title="Longer observations do not matter.", run=observations),
     Check(name="credited_turns", layer="metamorphic", title="Every turn can get credit.", run=credited_turns),
     Check(name="monotone", layer="metamorphic", title="A higher reward is never worse.", run=monotone),
     Check(name="idle_settings", layer="metamorphic", title="Every setting has an effect.", run=idle_settings),

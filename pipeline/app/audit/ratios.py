@@ -33,7 +33,7 @@ def overflow(target: LossTarget) -> Finding:
 
 def clipping(target: LossTarget) -> Finding:
     """Rows that have moved far along their advantage, and with a dual clip those that have moved far against it."""
-    names = [n for n in numeric_settings(target, "clip", "eps") if "clip" in n or float(target.settings[n]) >= 0.05]
+    names = [n for n in numeric_settings(target, "clip", "eps") if "clip" in n or 0.05 <= float(target.settings[n]) < 1]
     if not names or "old_logprobs" not in target.reads:
         return skipped("has no setting of a clip, or no ratio to be clipped")
     inputs = sample(0.0)
@@ -80,9 +80,14 @@ def _bounds(target: LossTarget, inputs: LossInputs) -> Finding | None:
         return None
     mask, sign = inputs.batch.mask, np.sign(inputs.advantages)
     for share, moves in ((0.9, True), (1.1, False)):
-        ratio = np.where(sign > 0, 1 + share * high[0], 1 - share * low[0])
-        _, gradient = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + np.log(ratio)))
-        wrong = mask & ((-gradient * sign > 1e-9) != moves)
+        # A bound of the log ratio, e^high, is a little above 1 + high.
+        bounds = (1 + share * high[0], 1 - share * low[0]), (np.exp(share * high[0]), np.exp(-share * low[0]))
+        for up, down in bounds:
+            ratio = np.where(sign > 0, up, down)
+            _, gradient = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + np.log(ratio)))
+            wrong = mask & ((-gradient * sign > 1e-9) != moves)
+            if not wrong.any():
+                break
         if wrong.any():
             return Finding(
                 verdict="fail",

@@ -161,6 +161,14 @@ def as_numpy(value: Any) -> Floats:
         ) from error
 
 
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function, with annotations that are strings resolved where that is possible."""
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except Exception:  # names that only a type checker imports
+        return inspect.signature(function).parameters
+
+
 def bind(function: Callable[..., Any], name: str, given: Mapping[str, str], settings: Mapping[str, Any]) -> Binding:
     """Decides what each parameter of a function is given.
 
@@ -173,7 +181,7 @@ def bind(function: Callable[..., Any], name: str, given: Mapping[str, str], sett
     Raises:
         AuditError: a required parameter is of no known name, or a name given is no parameter.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     plain = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = [p.name for p in plain]
     everything = {*COLUMNS, *LOSS_COLUMNS}
@@ -271,7 +279,7 @@ def advantage_function(
 ) -> AdvantageTarget:
     """The target of a plain function."""
     binding = bind(function, name, given, settings)
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     touched: set[str] = set()
     forms: dict[str, str] = {}
 
