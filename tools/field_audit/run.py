@@ -27,11 +27,11 @@ TRAINERS = (
 LEAST = 8  # checks that must have been evaluated before a function counts as judged
 
 
-def record(trainer: str, folder: Path | None, version: str, commit: str, file: Path) -> None:
+def record(trainer: str, folder: Path | None, version: str, commit: str, file: Path, quick: bool = False) -> None:
     """Judges a trainer and puts its rows into the results file."""
     table = table_of(trainer)
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    rows = list(run_table(trainer, folder))
+    rows = list(run_table(trainer, folder, quick=quick))
     found[trainer] = {
         "version": version,
         "repository": table.repository,
@@ -51,7 +51,11 @@ def table_of(trainer: str) -> Table:
 
 def run_entry(entry: Entry, source: Source) -> dict[str, Any]:
     """One row: verdict of each check, counter-examples, and why it was not judged."""
-    row: dict[str, Any] = {"function": entry.function, "name": entry.name, "kind": "loss" if entry.loss else "advantage"}
+    row: dict[str, Any] = {
+        "function": entry.function,
+        "name": entry.name,
+        "kind": "loss" if entry.loss else "advantage",
+    }
     try:
         function = entry.make(source)
         if entry.loss:
