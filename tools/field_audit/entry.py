@@ -76,9 +76,7 @@ class Table:
                 made: Function = make(found, source) if takes_source else make(found)
                 return made
 
-            self.entries.append(
-                Entry(function=function, make=build, loss=loss, label=label, settings=settings)
-            )
+            self.entries.append(Entry(function=function, make=build, loss=loss, label=label, settings=settings))
 
         return register
 

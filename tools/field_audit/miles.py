@@ -77,9 +77,7 @@ _trained("ppo")
 
 @table.add(f"{HUB}.math_utils:compute_policy_loss", loss=True, eps_clip=0.2, eps_clip_high=0.28)
 def _ppo(found: Function) -> Function:
-    def call(
-        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
-    ) -> Any:
+    def call(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> Any:
         return found(old_logprobs - logprobs, advantages, eps_clip, eps_clip_high)
 
     return call

@@ -37,9 +37,7 @@ _group("centered")
 
 @table.add(f"{RL}:calculate_advantages")
 def _gae(found: Function) -> Function:
-    def call(
-        token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
-    ) -> Any:
+    def call(token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Any:
         return found(critic(values, lengths).numpy(), token_rewards.numpy(), gamma, lam)[0] * mask.numpy()
 
     return call

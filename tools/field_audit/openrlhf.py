@@ -62,9 +62,7 @@ for _estimator in ("reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_
 
 @table.add(f"{MAKER}.get_advantages_and_returns")
 def _gae(found: Function) -> Function:
-    def call(
-        token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
-    ) -> Any:
+    def call(token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Any:
         return found(None, critic(values, lengths), token_rewards, mask.long(), gamma, lam)[0] * mask
 
     return call

@@ -46,10 +46,11 @@ _advantages(True)
 _advantages(False)
 
 
-def _loss(kind: str, clip: bool, label: str = "", **more: Any) -> None:
-    names = {"epsilon_low": 0.2, "epsilon_high": 0.28} if clip else {"high": 0.28}
+def _loss(kind: str, both: bool) -> None:
+    # Not named as a clip: log-probs come from logits, so none is above 0, and the probes of a clip would be cut off.
+    names = {"low": 0.2, "high": 0.28} if both else {"high": 0.28}
 
-    @table.add(f"{RL}:rl_step", loss=True, label=label or kind, **names)
+    @table.add(f"{RL}:rl_step", loss=True, label=kind, **names)
     def make(found: Function, source: Source) -> Function:
         config_of = source.get(f"{RL}:RLConfig")
 
@@ -77,7 +78,7 @@ def _loss(kind: str, clip: bool, label: str = "", **more: Any) -> None:
                 overflow=torch.zeros(labels.shape),
                 sentinel=False,
             )
-            options = {"kl_coef": 0.0, "final_kl_coef": 0.0, "batch_size": len(mask), **more}
+            options = {"kl_coef": 0.0, "final_kl_coef": 0.0, "batch_size": len(mask)}
             config = config_of(policy_loss=kind, epsilon_low=low, epsilon_high=high, **options)
 
             class Model:
@@ -86,20 +87,15 @@ def _loss(kind: str, clip: bool, label: str = "", **more: Any) -> None:
 
             return found(Model(), batch, 0, 1, config)[0]
 
-        def clipped(
-            logprobs: Tensor,
-            old_logprobs: Tensor,
-            advantages: Tensor,
-            mask: Tensor,
-            epsilon_low: float,
-            epsilon_high: float,
+        def bounds(
+            logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float
         ) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, epsilon_low, epsilon_high)
+            return loss_of(logprobs, old_logprobs, advantages, mask, low, high)
 
-        def bounded(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float) -> Any:
+        def bound(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float) -> Any:
             return loss_of(logprobs, old_logprobs, advantages, mask, 0.2, high)
 
-        return clipped if clip else bounded
+        return bounds if both else bound
 
 
 _loss("ppo", True)

@@ -100,9 +100,7 @@ def _loss(name: str, **settings: float) -> None:
             kl_tau: float = 1e-3,
             adv_tau: float = 1.0,
         ) -> Any:
-            options = Config(
-                dppo_mask_low=dppo_mask_low, dppo_mask_high=dppo_mask_high, kl_tau=kl_tau, adv_tau=adv_tau
-            )
+            options = Config(dppo_mask_low=dppo_mask_low, dppo_mask_high=dppo_mask_high, kl_tau=kl_tau, adv_tau=adv_tau)
             return loss(logprobs, old_logprobs, advantages, mask, options)
 
         def ipo(

@@ -24,7 +24,15 @@ def _grouped(name: str, label: str = "", **more: Any) -> None:
         def call(rewards: Tensor, mask: Tensor, group_size: int) -> Any:
             options = {k: v(rewards) if callable(v) else v for k, v in more.items()}
             shaped = rewards[None, :] if name == "compute_reinpp_advantages" else rewards  # as its preprocessing does
-            return found(rewards=shaped, loss_mask=mask.T if name == "compute_reinpp_advantages" else mask.T.float(), group_size=group_size, **options)[0].T * mask
+            return (
+                found(
+                    rewards=shaped,
+                    loss_mask=mask.T if name == "compute_reinpp_advantages" else mask.T.float(),
+                    group_size=group_size,
+                    **options,
+                )[0].T
+                * mask
+            )
 
         return call
 

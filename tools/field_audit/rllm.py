@@ -64,4 +64,3 @@ def _tinker(found: Function, source: Source) -> Function:
         return out
 
     return call
-

@@ -62,7 +62,8 @@ _advantages("gae", None, None, "gae", place=_AGENTIC)
 
 def _worker(**options: Any) -> Any:
     settings = Config(
-        pg_clip=0.2, pg_clip_low=0.2, pg_clip_high=0.28, use_pg_clip_range=True, dual_clip_loss=False, use_kl_loss=False,
+        pg_clip=0.2, pg_clip_low=0.2, pg_clip_high=0.28, use_pg_clip_range=True, dual_clip_loss=False,
+        use_kl_loss=False,
         kl_loss_coef=0.0, rl_loss_coef=1.0, entropy_loss_coef=0.0, enable_old_logprobs_recompute=True,
         loss_agg_mode="seq-mean-token-mean", difficulty_loss_weight=False, length_loss_weight=False,
         train_infer_correction=Config(is_weight=Config(enabled=False)), actor_train=SimpleNamespace(**options),

@@ -7,19 +7,14 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from creditgraph.pipeline.app.audit import search
 from creditgraph.pipeline.app.audit.audit import all_checks, as_json, run_checks
-from creditgraph.pipeline.app.audit.batch import Batch, make
-from creditgraph.pipeline.app.audit.checks import Check
 from creditgraph.pipeline.app.audit.designs import WORDS, recognised
 from creditgraph.pipeline.app.audit.loss_target import loss_function
-from creditgraph.pipeline.app.audit.search import Case, Kind, judged, shape_of
 from creditgraph.pipeline.app.audit.targets import AuditError, advantage_function
 
 from .entry import Entry, Table
@@ -32,11 +27,11 @@ TRAINERS = (
 LEAST = 8  # checks that must have been evaluated before a function counts as judged
 
 
-def record(trainer: str, folder: Path | None, version: str, commit: str, file: Path) -> None:
+def record(trainer: str, folder: Path | None, version: str, commit: str, file: Path, quick: bool = False) -> None:
     """Judges a trainer and puts its rows into the results file."""
     table = table_of(trainer)
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    rows = list(run_table(trainer, folder))
+    rows = list(run_table(trainer, folder, quick=quick))
     found[trainer] = {
         "version": version,
         "repository": table.repository,
@@ -54,50 +49,13 @@ def table_of(trainer: str) -> Table:
     return table
 
 
-def _longer(batch: Batch) -> tuple[Batch, Any]:
-    """Each observation between turns with one more token, and the new places of the old tokens, [N, T]."""
-    rows, values, places = [], [], np.zeros(batch.turns.shape, dtype=np.int64)
-    for i in range(len(batch)):
-        row: list[int] = []
-        own: list[float] = []
-        for t in range(int(batch.lengths[i])):
-            if t and batch.turns[i, t] < 0 <= batch.turns[i, t - 1]:
-                row.append(-1)
-                own.append(float(batch.values[i, t]))
-            places[i, t] = len(row)
-            row.append(int(batch.turns[i, t]))
-            own.append(float(batch.values[i, t]))
-        rows.append(row)
-        values.append(own)
-    given = [row.tolist() for row in batch.turn_rewards]
-    longer = make(
-        batch.rewards.tolist(), batch.groups.tolist(), turns=rows, values=values,
-        turn_rewards=[g[: max(r) + 1] for g, r in zip(given, rows, strict=True)],
-    )  # fmt: skip
-    return longer, places
-
-
-def observations(target: Any) -> Any:
-    """Observations between turns with one more token: what the policy chose must get the same credit."""
-
-    def case(batch: Batch, _: Random) -> Case:
-        longer, places = _longer(batch)
-        before, found = target.advantages(batch), target.advantages(longer)
-        after = np.take_along_axis(found, places, axis=1)
-        return Case(batch, "each observation has one more token", before, after, batch.mask)
-
-    kind = Kind(shape_of(target), turns=True)
-    return judged(search.search(kind, case), "the length of an observation moves an advantage")
-
-
-OBSERVATIONS = Check(
-    name="observations", layer="metamorphic", title="Longer observations change no credit.", run=observations
-)
-
-
 def run_entry(entry: Entry, source: Source) -> dict[str, Any]:
     """One row: verdict of each check, counter-examples, and why it was not judged."""
-    row: dict[str, Any] = {"function": entry.function, "name": entry.name, "kind": "loss" if entry.loss else "advantage"}
+    row: dict[str, Any] = {
+        "function": entry.function,
+        "name": entry.name,
+        "kind": "loss" if entry.loss else "advantage",
+    }
     try:
         function = entry.make(source)
         if entry.loss:
@@ -105,7 +63,7 @@ def run_entry(entry: Entry, source: Source) -> dict[str, Any]:
             checks: Any = tuple(c for c in all_checks() if c.layer == "loss")
         else:
             target = advantage_function(function, entry.name, entry.bind, entry.settings)
-            checks = (*(c for c in all_checks() if c.layer not in ("loss", "records")), OBSERVATIONS)
+            checks = tuple(c for c in all_checks() if c.layer not in ("loss", "records"))
         results = run_checks(target, checks)
     except (AuditError, Exception) as error:  # what a trainer's source raises is its refusal
         return row | {"judged": False, "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from .entry import Config, Function, Table, critic
@@ -39,9 +38,7 @@ def _reinforce_plus_plus(found: Function) -> Function:
 def _gae(whitened: bool, label: str) -> None:
     @table.add(f"{CORE}:compute_gae_advantage_return", label=label)
     def make(found: Function) -> Function:
-        def call(
-            token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
-        ) -> Any:
+        def call(token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Any:
             given = critic(values, lengths)
             advantages, returns = found(token_rewards, given, mask.float(), gamma, lam)
             return advantages * mask if whitened else (returns - given) * mask
@@ -82,19 +79,22 @@ _OFF_POLICY = Config(
 
 
 def _options(**more: Any) -> Config:
-    return Config(
-        policy_loss_type="regular",
-        loss_reduction="sequence_mean",
-        eps_clip_low=0.2,
-        eps_clip_high=0.28,
-        clip_ratio_c=3.0,
-        off_policy_correction=_OFF_POLICY,
-        sapo=Config(tau_pos=1.0, tau_neg=1.05),
-        cispo=Config(cispo_anchor="old", cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.28),
-        clip_cov=Config(clip_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0),
-        kl_cov=Config(kl_cov_frac=0.2, ppo_kl_coef=1.0),
-        dppo=Config(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
-    ) | more
+    return (
+        Config(
+            policy_loss_type="regular",
+            loss_reduction="sequence_mean",
+            eps_clip_low=0.2,
+            eps_clip_high=0.28,
+            clip_ratio_c=3.0,
+            off_policy_correction=_OFF_POLICY,
+            sapo=Config(tau_pos=1.0, tau_neg=1.05),
+            cispo=Config(cispo_anchor="old", cispo_eps_clip_low=0.2, cispo_eps_clip_high=0.28),
+            clip_cov=Config(clip_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0),
+            kl_cov=Config(kl_cov_frac=0.2, ppo_kl_coef=1.0),
+            dppo=Config(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
+        )
+        | more
+    )
 
 
 def _clipped(name: str, label: str = "", low: float = 0.2, high: float = 0.28, **more: Any) -> None:

@@ -103,9 +103,7 @@ _trained("ppo")
 
 @table.add(f"{UTILS}:compute_policy_loss", loss=True, eps_clip=0.2, eps_clip_high=0.28)
 def _ppo(found: Function) -> Function:
-    def call(
-        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
-    ) -> Any:
+    def call(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> Any:
         return found(old_logprobs - logprobs, advantages, eps_clip, eps_clip_high)
 
     return call
@@ -113,9 +111,7 @@ def _ppo(found: Function) -> Function:
 
 @table.add(f"{UTILS}:compute_policy_loss", loss=True, label="dual clip 3", eps_clip=0.2, eps_clip_high=0.28)
 def _dual(found: Function) -> Function:
-    def call(
-        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
-    ) -> Any:
+    def call(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> Any:
         return found(old_logprobs - logprobs, advantages, eps_clip, eps_clip_high, 3.0)
 
     return call

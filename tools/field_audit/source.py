@@ -1,7 +1,7 @@
 """Loads single functions of a trainer from a folder with its source, without the trainer's dependencies.
 
-The statements of a module run one by one. An import that fails, or is not of a few libraries, leaves a stand-in; any other
-statement that fails is left out. A stand-in that is called raises, so a function that needs one is not judged.
+The statements of a module run one by one. An import that fails, or is not of a few libraries, leaves a stand-in; any
+other statement that fails is left out. A stand-in that is called raises, so a function that needs one is not judged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,6 @@ class _Loader(importlib.abc.Loader):
                 exec(compile(ast.Module([statement], []), str(self.file), "exec"), space)
             except Exception:  # a module from outside may fail in any way
                 _leave_out(statement, space, str(self.file))
-
 
     def _refuse_others(self, statement: ast.Import | ast.ImportFrom, own: str) -> None:
         if isinstance(statement, ast.ImportFrom) and statement.level:
@@ -126,9 +126,10 @@ class Source:
     def one_process(self) -> None:
         """A process group of this process alone, for functions that reduce over ranks."""
         import torch.distributed as dist
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def get(self, place: str) -> Any:
         """What "package.module:name" or "package.module:Class.method" names."""
@@ -159,14 +160,13 @@ class Source:
                 texts = [ast.unparse(statement) for statement in block] if isinstance(block, list) else []
                 begin = next((i for i, text in enumerate(texts) if text.startswith(first)), None)
                 end = next((i for i, text in enumerate(texts) if last in text and i >= (begin or 0)), None)
-                if begin is None or end is None:
-                    continue
-                code = compile(ast.Module(block[begin : end + 1], []), file, "exec")
-
-                def run(**given: Any) -> Any:
-                    space = {**vars(module), **given}
-                    exec(code, space)
-                    return space[result]
-
-                return run
+                if begin is not None and end is not None and block is not None:
+                    code = compile(ast.Module(block[begin : end + 1], []), file, "exec")
+                    return partial(_run, code, vars(module), result)
         raise AttributeError(f"{place}: no block from {first!r} to {last!r}")
+
+
+def _run(code: Any, space: dict[str, Any], result: str, **given: Any) -> Any:
+    own = {**space, **given}
+    exec(code, own)
+    return own[result]

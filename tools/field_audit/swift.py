@@ -58,19 +58,23 @@ def _loss(kind: str, level: str = "token", clip: bool = True, label: str = "", *
     names = {"epsilon_low": 0.2, "epsilon_high": 0.28} if clip else {}
 
     @table.add(
-        "swift.rlhf_trainers.grpo_trainer:GRPOTrainer._compute_loss_and_metrics", loss=True, label=label or kind, **names
+        "swift.rlhf_trainers.grpo_trainer:GRPOTrainer._compute_loss_and_metrics",
+        loss=True,
+        label=label or kind,
+        **names,
     )
     def make(found: Function) -> Function:
         def loss_of(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Any:
             options = {
-                "model": SimpleNamespace(training=True), "compute_entropy": False, "overlong_filter": False, "beta": 0.0,
-                "kl_in_reward": False, "rollout_importance_sampling_mode": None, "log_rollout_offpolicy_metrics": False,
-                "importance_sampling_level": level, "_has_teacher": False, "loss_type": kind, "epsilon_low": low,
-                "epsilon_high": high, "off_policy_sequence_mask_delta": None, "tau_pos": 1.0, "tau_neg": 1.05,
-                "args": SimpleNamespace(delta=None, log_entropy=False, top_entropy_quantile=1.0), "sdar_loss_coef": 0.0,
-                "max_completion_length": 8, "accelerator": SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x, gather=lambda x: x), "real_tau": 1.0,
-                "num_generations": 3, "disable_rollout_importance_sampling": True, "chord_sft_iterator": None,
-                "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, None), "use_gym_env": False,
+                "model": SimpleNamespace(training=True), "compute_entropy": False, "overlong_filter": False,
+                "beta": 0.0, "kl_in_reward": False, "rollout_importance_sampling_mode": None, "_has_teacher": False,
+                "log_rollout_offpolicy_metrics": False, "importance_sampling_level": level, "loss_type": kind,
+                "epsilon_low": low, "epsilon_high": high, "off_policy_sequence_mask_delta": None, "tau_pos": 1.0,
+                "tau_neg": 1.05, "sdar_loss_coef": 0.0, "max_completion_length": 8, "real_tau": 1.0,
+                "args": SimpleNamespace(delta=None, log_entropy=False, top_entropy_quantile=1.0),
+                "accelerator": SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x, gather=lambda x: x),
+                "num_generations": 3, "disable_rollout_importance_sampling": True, "use_gym_env": False,
+                "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, None),
                 "_undo_gradient_accumulation_scaling": lambda loss: loss,
             }  # fmt: skip
             rows = SimpleNamespace(
@@ -104,6 +108,8 @@ def _loss(kind: str, level: str = "token", clip: bool = True, label: str = "", *
 def _first_loss(found: Function, trainer: Any, rows: Any) -> Any:
     found.__globals__["gather_object"] = lambda values: values  # one process
     found.__globals__["gather"] = lambda values: values
+    for name in ("nanmin", "nanmax"):
+        found.__globals__[name] = lambda x: x.min()  # of metrics only
     return found(trainer, None, {}, rows)[0]
 
 

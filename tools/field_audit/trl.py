@@ -88,7 +88,8 @@ def _trainer(logprobs: Tensor, mask: Tensor, **options: Any) -> Any:
     accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
     accelerator.gather_for_metrics = accelerator.gather
     settings = {
-        "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "importance_sampling_level": "token", "beta": 0.0,
+        "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "importance_sampling_level": "token",
+        "beta": 0.0,
         "loss_type": "grpo", "use_vllm": False, "model": SimpleNamespace(training=True), "epsilon_low": 0.2,
         "epsilon_high": 0.28, "current_gradient_accumulation_steps": 1, "max_completion_length": 8,
         "accelerator": accelerator, "aux_loss_enabled": False, "_entropy_bonus_enabled": False,
@@ -103,7 +104,12 @@ def _trainer(logprobs: Tensor, mask: Tensor, **options: Any) -> Any:
 
 
 def _loss(
-    kind: str, label: str = "", clip: bool = True, place: str = GRPO, bounds: tuple[float, float] = (0.2, 0.28), **more: Any
+    kind: str,
+    label: str = "",
+    clip: bool = True,
+    place: str = GRPO,
+    bounds: tuple[float, float] = (0.2, 0.28),
+    **more: Any,
 ) -> None:
     names = dict(zip(("epsilon_low", "epsilon_high"), bounds, strict=True)) if clip else {}
 
@@ -149,5 +155,5 @@ for _kind in ("cispo", "sapo", "vespo"):
     _loss(_kind, clip=False)
 _loss("grpo", "grpo, ratio of the sequence", importance_sampling_level="sequence")
 _loss("luspo", "luspo, ratio of the sequence", importance_sampling_level="sequence")
-_loss("rloo", place=RLOO)
+_loss("rloo", clip=False, place=RLOO)  # its bounds are those of the whole sequence's ratio
 _loss("gmpo", place="trl.experimental.gmpo.gmpo_trainer:GMPOTrainer", bounds=(0.4, 0.4))

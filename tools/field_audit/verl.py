@@ -15,9 +15,8 @@ table = Table(
     "verl",
     "verl-project/verl",
     left_out={
-        "compute_optimal_token_baseline_advantage, tir": "judged with Σπ² = π² of the sampled token, since the audit has "
-        "no distribution over the vocabulary",
         "compute_pf_ppo_reweight_data": "resamples whole batches at random; it gives no advantage",
+        "compute_policy_loss_bypass_mode": "calls the losses above with log-probs of the rollout",
     },
 )
 _OPTIONS = Config(
@@ -28,9 +27,7 @@ _OPTIONS = Config(
 def _outcome(name: str, label: str = "", **settings: Any) -> None:
     @table.add(f"{CORE}:{name}", label=label, **settings)
     def make(found: Function) -> Function:
-        def call(
-            token_rewards: Tensor, mask: Tensor, index: np.ndarray, epsilon: float = 1e-6
-        ) -> Any:
+        def call(token_rewards: Tensor, mask: Tensor, index: np.ndarray, epsilon: float = 1e-6) -> Any:
             return found(token_rewards, mask.float(), index=index, epsilon=epsilon, config=_OPTIONS)
 
         return call
@@ -83,9 +80,7 @@ def _remax(found: Function) -> Function:
 def _gae(whitened: bool, label: str) -> None:
     @table.add(f"{CORE}:compute_gae_advantage_return", label=label)
     def make(found: Function) -> Function:
-        def call(
-            token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
-        ) -> Any:
+        def call(token_rewards: Tensor, mask: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Any:
             given = critic(values, lengths)
             advantages, returns = found(token_rewards, given, mask.float(), gamma, lam)
             return advantages * mask if whitened else (returns - given) * mask
@@ -135,9 +130,7 @@ def _loss(name: str, aggregate: str = "token-mean", label: str = "", low: float 
             old_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
         ) -> Any:
             config = _actor(clip_low, clip_high, 3.0)
-            return found(
-                old_logprobs, logprobs, advantages, mask.to(logprobs), loss_agg_mode=aggregate, config=config
-            )
+            return found(old_logprobs, logprobs, advantages, mask.to(logprobs), loss_agg_mode=aggregate, config=config)
 
         return call
 
