@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer
+from creditgraph.components.learner.megatron.results_queue import make_queue
 from creditgraph.pipeline.core.errors import RunError
 
 METADATA = {
@@ -81,6 +83,7 @@ def save_shards(
     _fill_state(optimizer)
     steps = {"updates": _updates(optimizer), "step_count": optimizer.schedule.step_count}
     sharded = _sharded(chunks, optimizer, loading=False) | {"state": state | steps}
+    filesystem_async._results_queue = filesystem_async._results_queue or make_queue()
     return ShardWriter(folder, dist_checkpointing.save(sharded, str(folder), async_sharded_save=True))
 
 
