@@ -110,6 +110,8 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
             "checkpoint."
         ) from error
     state: dict[str, Any] = loaded["state"]
+    if _torch_adams(optimizer):
+        add_first_step(loaded["optimizer"])
     optimizer.inner.load_state_dict(loaded["optimizer"])
     _set_updates(optimizer, int(state.pop("updates")))
     optimizer.schedule.step_count = int(state.pop("step_count"))
@@ -168,6 +170,16 @@ def _copy_into(part: Any, model_param: nn.Parameter, tensors: dict[str, torch.Te
         for name, target in {"param": main, **part.optimizer.state[main]}.items():
             if name in tensors:
                 target.copy_(tensors[name])
+
+
+def add_first_step(state: Any) -> None:
+    """Adds the step counter of 0 that megatron-core leaves out of an optimizer's state, and torch requires."""
+    if isinstance(state, dict) and {"state", "param_groups"} <= state.keys():
+        if state["state"]:
+            state["state"].setdefault("common_step", torch.tensor(0.0))
+    elif isinstance(state, dict):
+        for part in state.values():
+            add_first_step(part)
 
 
 def _updates(optimizer: MegatronOptimizer) -> int:
