@@ -94,7 +94,7 @@ class Recorder:
         # The checkpoint knows that these are removed.
         self._doomed = removed_records(self._path)
         self._remove()
-        for name in recorded_sums(self._path):
+        for name in recorded_sums(self._path) if self._budget else ():
             with suppress(FileNotFoundError):
                 self._sizes[int(Path(name).stem), name] = packing.record_size(self._path / name)
         packing.pack(self._path, last_iteration)  # what a kill left loose
@@ -120,8 +120,8 @@ class Recorder:
         with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is too slow
             self._queue.put(lambda: self._write(name, iteration, value))
 
-    def flush(self, iteration: int | None = None) -> None:
-        """Waits until all queued values are written, and lists the files up to `iteration` (of all) in checksums.jsonl.
+    def flush(self, iteration: int) -> None:
+        """Waits until all queued values are written, lists the files up to `iteration` in checksums.jsonl, packs them.
 
         With overlapping lanes there may be files of later iterations. They are listed later, so that the list is in the
         order of iterations.
@@ -133,7 +133,7 @@ class Recorder:
         if self._sums is not None:
             if self._budget:
                 self._doom(self._sums)
-            packing.pack(self._path, max((i for i, _ in self._sizes), default=-1) if iteration is None else iteration)
+            packing.pack(self._path, iteration)
 
     def pack(self, iteration: int) -> None:
         """Packs the records up to `iteration` if a segment of them ends there; for runs that seldom save."""
@@ -159,7 +159,8 @@ class Recorder:
     def _list(self, iteration: int | None = None) -> None:
         due = sorted(file for file in self._written if iteration is None or file[0] <= iteration)
         if self._sums is not None and due:
-            self._sizes |= {(i, name): packing.record_size(self._path / name) for i, name in due}
+            if self._budget:
+                self._sizes |= {(i, name): packing.record_size(self._path / name) for i, name in due}
             self._sums.write(
                 [{"iteration": i, "file": name, "sha256": self._written.pop((i, name))} for i, name in due]
             )

@@ -19,7 +19,7 @@ from attack_suites import toy_runs
 from creditgraph.pipeline.core.errors import CreditgraphError
 from creditgraph.pipeline.core.streams import Stream
 from creditgraph.pipeline.run import packing
-from creditgraph.pipeline.run.checkpoint import manifest_checksum
+from creditgraph.pipeline.run.checkpoint import FORMAT, manifest_checksum
 from creditgraph.pipeline.run.recording import read_payload
 
 DONE = 9  # iterations before the damage; checkpoints after iterations 5 and 8
@@ -210,7 +210,7 @@ def _whole_checkpoints() -> list[Case]:
         Case("both checkpoints: manifests empty", _both(lambda f: f.write_bytes(b""), *manifests), last),
         Case("an older format", _without_checksum_and(2), "checkpoint format", refused=True),
         Case("a manifest without checksum", _without_checksum, "000008"),
-        Case("a later format", _manifest(format=4), "checkpoint format", refused=True),
+        Case("a later format", _manifest(format=FORMAT + 1), "checkpoint format", refused=True),
     ]
 
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer
+from creditgraph.components.learner.megatron.results_queue import make_queue
 from creditgraph.pipeline.core.errors import RunError
 
 METADATA = {
@@ -79,6 +81,7 @@ def save_shards(
     _fill_state(optimizer)
     steps = {"updates": _updates(optimizer), "step_count": optimizer.schedule.step_count}
     sharded = _sharded(chunks, optimizer, loading=False) | {"state": state | steps}
+    filesystem_async._results_queue = filesystem_async._results_queue or make_queue()
     return ShardWriter(folder, dist_checkpointing.save(sharded, str(folder), async_sharded_save=True))
 
 
@@ -105,6 +108,8 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
             "checkpoint."
         ) from error
     state: dict[str, Any] = loaded["state"]
+    if _torch_adams(optimizer):
+        add_first_step(loaded["optimizer"])
     optimizer.inner.load_state_dict(loaded["optimizer"])
     _set_updates(optimizer, int(state.pop("updates")))
     optimizer.schedule.step_count = int(state.pop("step_count"))
@@ -163,6 +168,16 @@ def _copy_into(part: Any, model_param: nn.Parameter, tensors: dict[str, torch.Te
         for name, target in {"param": main, **part.optimizer.state[main]}.items():
             if name in tensors:
                 target.copy_(tensors[name])
+
+
+def add_first_step(state: Any) -> None:
+    """Adds the step counter of 0 that megatron-core leaves out of an optimizer's state, and torch requires."""
+    if isinstance(state, dict) and {"state", "param_groups"} <= state.keys():
+        if state["state"]:
+            state["state"].setdefault("common_step", torch.tensor(0.0))
+    elif isinstance(state, dict):
+        for part in state.values():
+            add_first_step(part)
 
 
 def _updates(optimizer: MegatronOptimizer) -> int:

@@ -218,7 +218,7 @@ def check_aliases(parsed: Sequence[Override], folders: Iterable[Path]) -> None:
                 root = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
             except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
                 continue  # hydra says what is wrong with it
-            if _ALIAS.search(text) and (count := _count_values(root, {})) > MAX_VALUES:
+            if root is not None and _ALIAS.search(text) and (count := _count_values(root, {})) > MAX_VALUES:
                 shown = "without end" if count == math.inf else f"to {count:.3g} values"
                 raise ConfigError(f"{file}: its aliases (*name) expand {shown}; expected at most {MAX_VALUES:,}.")
             for key, value in root.value if isinstance(root, yaml.MappingNode) else []:

@@ -170,7 +170,7 @@ HOSTILE = {
     "a text as correct": (results(b'{"value": 1, "correct": "false"}'), "'correct' and 'valid' are not true or false"),
     "null as valid": (results(b'{"value": 1, "valid": null}'), "'correct' and 'valid' are not true or false"),
     "a gzip bomb": (body(gzip.compress(bytes(1 << 26)), b"Content-Encoding: gzip\r\n"), "is compressed .gzip."),
-    "65 MiB": (body(b" " * (65 << 20)), "longer than 64 MiB"),
+    "65 MiB": (body(b" " * (65 << 20)), "longer than 64 MiB|no response"),
     "a list": (body(b"[1]"), "not JSON with 'results'"),
 }
 

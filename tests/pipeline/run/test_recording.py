@@ -224,5 +224,5 @@ def test_an_error_of_the_writer_reaches_the_main_thread(tmp_path):
     with pytest.raises(
         RunError, match=r"maker\.rewards/000000\.parquet: cannot be written .*a file is in the place of a folder"
     ):
-        made.flush()
+        made.flush(0)
     made.close()
