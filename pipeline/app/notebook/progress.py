@@ -26,8 +26,11 @@ class Lines(io.TextIOBase):
         self._handle.update(self)
         return len(text)
 
+    def __repr__(self) -> str:
+        return "\n".join(self._last)
+
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(chr(10).join(self._last))}</pre>"
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 @contextmanager
