@@ -146,7 +146,8 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
 
     experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
-        check_present(experiment)
+        if not options.device:  # of GPUs elsewhere, packages and files may be there too
+            check_present(experiment)
         check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments
