@@ -13,10 +13,11 @@ from typing import Any, TextIO
 SHOWN = 12  # lines
 
 
-class Lines(io.TextIOBase):
+class Lines(io.StringIO):
     """A stream whose last lines replace each other in the output of a notebook's cell."""
 
     def __init__(self, display: Any) -> None:
+        super().__init__()
         self._last: deque[str] = deque(maxlen=SHOWN)
         self._handle = display(self, display_id=True)
 

@@ -1,6 +1,8 @@
 """The Python API: compose, step, change a node, train, read; batches as text, HTML and DataFrames."""
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,11 @@ def test_a_batch_for_tests_is_what_check_tries_a_component_on() -> None:
     assert {"sampler.failures", "localizer.errors", "expander.trajectories"} <= set(first)
     for name in ("expander.trajectories", "sampler.failures"):
         assert first[name].text == second[name].text
+
+
+def test_what_a_batch_is_shown_with_does_not_keep_it() -> None:
+    out = creditgraph.testing.batch()
+    gone = weakref.ref(out["sampler.trajectories"])
+    del out
+    gc.collect()
+    assert gone() is None
