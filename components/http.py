@@ -1,7 +1,5 @@
 """Requests of JSON to a server: retried after temporary failures, in batches, and several at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

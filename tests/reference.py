@@ -4,7 +4,7 @@ import math
 from itertools import combinations
 
 import torch
-from reference_trees import spaced_cuts, token_owner, tree_credit  # noqa: F401  # part of the fixture `reference`
+from reference_trees import entropy_cuts, token_owner, tree_credit  # noqa: F401  # part of the fixture `reference`
 
 
 def overlong_punishment(length, max_length, buffer):
@@ -101,11 +101,11 @@ def gae(values, reward, lam, gamma=1.0):
     return [sum((gamma * lam) ** (j - k) * delta[j] for j in range(k, count)) for k in range(count)]
 
 
-def redistribution(values, reward, residual, sizes, sign, form):
+def redistribution(values, reward, sizes, sign, form):
     """Segment rewards and credit shares of one trajectory with at least one segment."""
     gains = [values[k + 1] - values[k] for k in range(len(sizes))]
     rest = reward - sum(gains)
-    parts = [g + rest / len(gains) for g in gains] if residual == "equal" else [*gains[:-1], gains[-1] + rest]
+    parts = [g + rest / len(gains) for g in gains]
     uniform = [n / max(sum(sizes), 1) for n in sizes]
     largest = max(abs(g) for g, n in zip(gains, sizes, strict=True) if n)
     gains = [sign * g / largest for g in gains]
@@ -146,25 +146,23 @@ def merge_lowest(ends, entropies, segments):
     return ends
 
 
-def trace_weight(t, k, decay, style="recent", floor=0.0):
+def trace_weight(t, k, decay, style="recent"):
     """w(t, k) of an eligibility trace; t and k count from 1."""
     if k > t:
         return 0.0
     recent = decay ** (t - k)
-    return {"recent": recent, "both": max(recent, decay ** (k - 1)), "weight_floor": max(recent, floor)}[style]
+    return max(recent, decay ** (k - 1)) if style == "both" else recent
 
 
 def trace_loss(
-    logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, floor, clip, history,
-    max_weight=2.0, distance="all",
+    logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, clip, max_weight=2.0
 ):  # fmt: skip
     """Per-token trace loss of one trajectory by double loops; `high` marks tokens in the history. Zero where masked."""
     first = mask.index(True) if True in mask else 0
-    place = [sum(mask[: k + 1]) if distance == "trained" else k - first + 1 for k in range(len(mask))]
     log_ratios = [a - b for a, b in zip(logprobs, old, strict=True)]
 
     def weight(t, k):
-        return trace_weight(place[t], place[k], decay, style, floor) if mask[k] and high[k] else 0.0
+        return trace_weight(t - first + 1, k - first + 1, decay, style) if mask[k] and high[k] else 0.0
 
     def inside(k, a):
         ratio = float(log_ratios[k].detach().exp())
@@ -185,27 +183,16 @@ def trace_loss(
             limited = [x.clamp(low, high_log) for x in log_ratios]
             past = sum((weight(t, k) * limited[k] for k in range(first, t)), start=0.0 * logprobs[t])
             own = weight(t, t) * limited[t]
-        if clip == "normalised":
-            norm = max(sum(weight(t, k) for k in range(first, t + 1)), 1e-30)
-            past, own = past / norm, own / norm
-        if history == "stop_gradient":
-            past = past.detach()
         traced = (past + own).exp()
         if clip == "inside":
             out.append(-traced * a)
-        elif clip in ("traced", "normalised"):
+        elif clip == "traced":
             out.append(-min(traced * a, bounded(traced) * a))
-        elif clip == "current" and history == "differentiated":
-            out.append(-past.exp() * min(ratio * a, bounded(ratio) * a))
-        elif clip == "current":
-            e = min(past.detach().exp(), max_weight)
-            out.append(-e * min(ratio * a, bounded(ratio) * a))
-            if history == "gated":  # the gradient of l_k without its value, for each k that may be pushed by A_t
-                moved = [weight(t, k) * (log_ratios[k] - log_ratios[k].detach()) for k in range(t) if inside(k, a)]
-                out[-1] = out[-1] - e * bounded(ratio.detach()) * a * sum(moved)
         else:
-            total = sum(trace_weight(place[s], place[t], decay, style, floor) for s in range(t, len(mask)) if mask[s])
-            out.append(-total * high[t] * min(ratio * a, bounded(ratio) * a))
+            e = min(past.detach().exp(), max_weight)
+            # The gradient of l_k without its value, for each k that may be pushed by A_t.
+            moved = [weight(t, k) * (log_ratios[k] - log_ratios[k].detach()) for k in range(t) if inside(k, a)]
+            out.append(-e * min(ratio * a, bounded(ratio) * a) - e * bounded(ratio.detach()) * a * sum(moved))
     return out
 
 

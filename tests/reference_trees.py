@@ -3,16 +3,11 @@
 import math
 
 
-def spaced_cuts(entropies, segments, quantile, distance):
-    """Entropy cuts with a quantile and a minimum distance, by trying tokens one after the other; one response."""
+def entropy_cuts(entropies, segments, quantile):
+    """Entropy cuts with a quantile, by sorting tokens; one response."""
     places = sorted(range(1, len(entropies)), key=lambda t: (-entropies[t], t))
     places = places[: math.ceil((1 - quantile) * len(entropies))]
-    cuts = []
-    for t in places:
-        near = any(abs(t - other) < distance for other in [0, len(entropies), *cuts])
-        if len(cuts) < segments - 1 and not near:
-            cuts.append(t)
-    return sorted(cuts) + ([len(entropies)] if entropies else [])
+    return sorted(places[: segments - 1]) + ([len(entropies)] if entropies else [])
 
 
 def token_owner(row, token, parent, inherited):

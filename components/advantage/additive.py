@@ -1,7 +1,5 @@
 """Outcome advantage plus value gained in each segment (GRPO-VPS)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """More credit for the tokens that plan (HICRA)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Credit for groups of original responses and refinements (Critique-GRPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

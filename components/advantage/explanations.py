@@ -1,7 +1,5 @@
 """Formulas with their numbers, as the components of this folder state them in `explain`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Generalised advantage estimation over segments (GAE; VinePPO, PPO and VAPO are settings of it)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any

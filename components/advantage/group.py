@@ -1,7 +1,5 @@
 """Group-normalised outcome advantage (GRPO, Dr.GRPO, SRPO, MaxRL)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Credit from the scores of a process reward model: sum, last and minimum form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -16,7 +16,6 @@ from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
-Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
 Per = Literal["token", "segment"]
 # Smaller gains, relative to their values, are rounding errors of float32; dividing by smaller sums is arbitrary.
@@ -24,19 +23,15 @@ TINY = 1e-6
 
 
 @takes_lists
-def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "equal") -> Jagged:
+def redistributed_rewards(values: Jagged, reward: Tensor) -> Jagged:
     """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) + its part of the residual, so that Σ_k r_k = reward.
 
-    The residual r − (v(end) − v(start)) of each row [N] goes to all segments in equal parts, or to the last one.
+    The residual r − (v(end) − v(start)) of each row [N] goes to all segments in equal parts.
     Source: RUDDER (1806.07857) as used by 2606.06475; that the residual is spread is second-hand.
     """
     gain = increments(values.to(torch.float64))
     rest = reward.double() - gain.sum()
-    count = gain.lengths
-    if residual == "equal":
-        return gain.with_values(gain.values + (rest / count.clamp(min=1))[gain.row_ids])
-    last = gain.positions == (count - 1)[gain.row_ids]
-    return gain.with_values(gain.values + torch.where(last, rest[gain.row_ids], 0.0))
+    return gain.with_values(gain.values + (rest / gain.lengths.clamp(min=1))[gain.row_ids])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +166,6 @@ class Redistribute(Component):
     class Config(Shares):
         """Form of the shares."""
 
-        residual: Residual = "equal"
-        """which segments get the difference between return and summed gains in "redistributed": all equally, or the
-        last"""
         negative: Literal["same", "flipped"] = "flipped"
         """on trajectories with negative advantage: the same shares, or those of the negative gains"""
 
@@ -209,7 +201,7 @@ class Redistribute(Component):
         advantage = torch.where(
             rewards.valid[tokens.row_ids], credit.advantage.values * factor.values[segment].float(), 0.0
         )
-        parts = redistributed_rewards(values.values, returns, settings.residual)
+        parts = redistributed_rewards(values.values, returns)
         self._log(factor, sizes, (returns.double() - increments(values.values).sum()).abs())
         columns = {**credit.columns, "redistributed": tokens.with_values(parts.values[segment].float())}
         return Outputs(credit=credit.replace(advantage=tokens.with_values(advantage), columns=columns))

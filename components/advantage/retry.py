@@ -1,7 +1,5 @@
 """Credit for pairs of attempts: learn to improve, without unlearning the first attempt (SCoRe)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

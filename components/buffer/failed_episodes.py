@@ -1,7 +1,5 @@
 """Failed episodes as responses whose thoughts are their turns, for localizers of thoughts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Joins turns of several nodes into one training batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The outcome of loading a data section: counts, rejected rows, and the data card of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -73,9 +71,11 @@ class LoadedData:
     def card(self) -> dict[str, Any]:
         """Source, revision, filters, counts and hash as JSON values."""
         # Only settings that differ from the defaults, so that a card shows the user's choices.
-        # The kind of answers stays, since a task family requires its own.
-        kind: dict[str, Any] = {"answer_kind": self.source.answer_kind} if self.source.source in TASKS else {}
-        default = asdict(Source(source=self.source.source, path="x", name="x", **kind))
+        # What a source cannot be without stays.
+        needed: dict[str, Any] = {"path": "x", "name": "x"}
+        if self.source.source in TASKS:
+            needed = {"answer_kind": self.source.answer_kind}
+        default = asdict(Source(source=self.source.source, **needed))
         settings = {
             name: value
             for name, value in asdict(self.source).items()

@@ -4,8 +4,6 @@ Only .json files that hold one list are read whole. Compressed files (.gz, .zst)
 of `datasets` are not used here: they give up a file at its first bad row.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Datasets of the Hugging Face hub: downloaded, streamed, or file by file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Loading a pickle can run any code, so pickles are never loaded directly: the opc
 that create text, lists and dictionaries, and only then executed, by an unpickler that cannot look up classes.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

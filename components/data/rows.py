@@ -1,7 +1,5 @@
 """Converts a raw row into a problem, or rejects it with a reason."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The settings of one data section: the source of the problems, and the columns to read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -150,8 +148,14 @@ class Source(HubDataset):
             raise ValueError(f"system_prompt: expected template chat, got '{self.template}'; set template: chat.")
 
     def _check_task(self) -> None:
-        """Replaces `difficulty` by the family's own settings."""
+        """Replaces `difficulty` by the family's own settings; refuses where data would come from."""
         task = TASKS[self.source]
+        for name in ("path", "name", "subset", "revision", "files", "streaming"):
+            if given := getattr(self, name):
+                raise ValueError(
+                    f"{name} {given!r} would be ignored: source '{self.source}' makes its own problems. Remove it, or "
+                    f"set source: {'file' if name == 'path' else 'hub'}."
+                )
         config, problems = build_config(task.difficulty, self.difficulty, "difficulty")
         if problems:
             raise SettingsError(problems)

@@ -1,7 +1,5 @@
 """Accepted problems: small sets in memory, large ones in a temporary file, read back one row at a time."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Sequence

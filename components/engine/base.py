@@ -1,7 +1,5 @@
 """The base of all engines and their policy handles: counters, and checks of requests."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
@@ -62,6 +60,31 @@ class Limits:
     eos: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How an engine holds a model.
+
+    Attributes:
+        tensor: GPUs that each copy of the model is sharded over.
+        rows: rows that a copy decodes at once at most.
+        share: share of a GPU's memory that weights and cache take together; 0: what `cache_bytes`, or else
+            `cache_tokens`, say.
+        cache_bytes, cache_tokens: most bytes or tokens of the cache of a copy; 0: unlimited.
+        in_process: whether it is `engine.local`, whose cache of no given size takes what the learner leaves.
+        sleeps: whether weights and cache leave the GPU while the learner trains.
+        elsewhere: whether it runs on GPUs that the learner does not have.
+    """
+
+    tensor: int = 1
+    rows: int = 256
+    share: float = 0.0
+    cache_bytes: float = 0.0
+    cache_tokens: float = 0.0
+    in_process: bool = False
+    sleeps: bool = False
+    elsewhere: bool = False
+
+
 class Engine(Component):
     """Base of engines. `setup` of a subclass sets the attributes.
 
@@ -96,6 +119,11 @@ class Engine(Component):
                 f"its own. Set {node.name}.model to its folder or hub name."
             ]
         return []
+
+    @classmethod
+    def serving(cls, config: Any) -> Serving:
+        """How an engine with these settings holds the model, for the check of GPU memory."""
+        return Serving(in_process=True)
 
     @property
     def spec(self) -> ModelSpec:

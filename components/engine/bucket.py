@@ -1,7 +1,5 @@
 """Buckets of whole tensors, in which weights travel from a learner to servers, and their memory for other processes."""
 
-from __future__ import annotations
-
 import base64
 import inspect
 from collections.abc import Iterable, Iterator, Mapping

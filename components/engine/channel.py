@@ -1,7 +1,5 @@
 """The channel that transfers weights from a learner to servers: one version at a time, as files, with a checksum."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Base of the engines vLLM and SGLang, which load the model themselves, in servers or in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
@@ -13,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from creditgraph.components.engine.base import Engine, EnginePolicy, Outputs
+from creditgraph.components.engine.base import Engine, EnginePolicy, Outputs, Serving
 from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, group_of
 from creditgraph.components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
 from creditgraph.components.engine.rows import Rows
@@ -58,31 +56,24 @@ class Backend(Protocol):
 
     def load(self, weights: Weights, probe: Probe | None) -> None:
         """Loads weights that were checked (tensors, each once; or an adapter) and verifies them; raises RunError."""
-        ...
 
     def restore(self) -> bool:
         """Switches back to the model's own weights if that needs no loading; returns whether it did."""
-        ...
 
     def sample(self, rows: Rows) -> None:
         """Starts `rows` and feeds responses to them until all have ended."""
-        ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
         """Responses in the order of `requests`, checked; each request has context and tokens."""
-        ...
 
     def converse(self, rows: int, follow: Callable[[int], RowRequest | None], feed: Feed, reset: Reset) -> bool:
         """As `Pool.converse`, each row by itself; False, and nothing done, where rows are sampled together."""
-        ...
 
     def take_counters(self) -> dict[str, float]:
         """Amounts to count since the last call."""
-        ...
 
     def close(self) -> None:
         """Ends it."""
-        ...
 
 
 class ExternalEngine(Engine):
@@ -147,6 +138,24 @@ class ExternalEngine(Engine):
         needed: int = config.servers * config.tensor_parallel
         several = world > 1 or not config.served or torch.cuda.device_count() <= needed
         return config.sleep == "always" or several
+
+    @classmethod
+    def serving(cls, config: Any) -> Serving:
+        """Weights and cache take a share of each GPU, or the cache the size that is set."""
+        cache = getattr(config, "kv_cache_gb", 0.0) * 1e9
+        return Serving(
+            tensor=config.tensor_parallel,
+            rows=config.max_rows,
+            share=0.0 if cache else getattr(config, "gpu_memory", 0.5),
+            cache_bytes=cache,
+            sleeps=config.sleep != "never",
+            elsewhere=config.elsewhere,
+        )
+
+    @classmethod
+    def files(cls, config: Any, world: int) -> int:
+        """A connection per request that its servers work on at a time, and one for checks."""
+        return (config.servers or len(config.addresses)) * (config.pool.max_in_flight + 1)
 
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:

@@ -1,7 +1,5 @@
 """Temporary folders of this user alone, named by the process that owns them, so that a later run removes those left."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A process group of this process and servers, to broadcast weights: gloo between CPUs, NCCL between GPUs."""
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ that starts on the host has it removed (`clean`). Linux only (prctl, /proc). It 
 standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Requests to an engine that processes rows one by one, as vLLM and SGLang do, and its responses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

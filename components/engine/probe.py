@@ -5,8 +5,6 @@ Weights that no learner holds, such as those of a folder, are scored by transfor
 One rule for every engine, in this process or in a server, is in `compare_logprobs`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

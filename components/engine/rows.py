@@ -5,8 +5,6 @@ into one request for all of its tokens, checks the response, and determines the 
 from the tokens alone, by the rules of `engine.local`. The finish reason of the engine is only checked.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, field

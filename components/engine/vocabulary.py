@@ -1,7 +1,5 @@
 """Token ids that end a response, and logit columns without a token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Both ends of the transfer use this module: the channel that publishes and the workers that load.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Checks of the weights a learner publishes, and merging of LoRA adapters for engines without adapter support."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A calculator: calls in a response are answered, and a response without one is the answer."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator
@@ -14,6 +12,7 @@ from creditgraph.components.environment.base import EnvironmentComponent
 from creditgraph.components.text.templates import extract_answer
 from creditgraph.pipeline.core.handles import Step
 
+_CALL = re.compile("<calculator>(.*?)</calculator>", re.DOTALL)
 _LONGEST = 200  # characters of an expression
 _LARGEST = 1e15  # beyond it, floats are no longer whole numbers
 _OPERATIONS: dict[type[ast.AST], Callable[..., float]] = {
@@ -64,20 +63,19 @@ def _value(node: ast.AST) -> float:
 class CalculatorEpisode:
     """One episode; see `Calculator`."""
 
-    def __init__(self, config: Calculator.Config) -> None:
-        self._config = config
-        self._call = re.compile(f"{re.escape(config.open)}(.*?){re.escape(config.close)}", re.DOTALL)
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
 
     def reset(self, problem: dict[str, Any]) -> str:
         """The prompt as the data section made it, or with instructions."""
         self._answer = str(problem["answer"])
-        return self._config.prompt.format(prompt=problem["prompt"], question=problem["question"])
+        return self._prompt.format(prompt=problem["prompt"], question=problem["question"])
 
     def step(self, text: str) -> Step:
         """Answers the last call of a response; without one the episode ends with the verdict on its boxed answer."""
-        calls = self._call.findall(text)
+        calls = _CALL.findall(text)
         if calls:
-            return Step(observation=self._config.result.format(calculate(calls[-1])), reward=0.0, done=False)
+            return Step(observation=f"\n<result>{calculate(calls[-1])}</result>\n", reward=0.0, done=False)
         given = extract_answer(text)
         return Step(observation="", reward=float(given is not None and _equal(given, self._answer)), done=True)
 
@@ -93,27 +91,21 @@ def _equal(given: str, answer: str) -> bool:
 
 
 class Calculator(EnvironmentComponent):
-    """A calculator: a response with a call is answered by its value; one without ends the episode, 1 if it is right."""
+    """A calculator: a response with a call is answered by its value; one without ends the episode, 1 if it is right.
+
+    A call is written <calculator>…</calculator>, and its value <result>…</result>. Add </calculator> to the sampler's
+    `stop`, so that a response ends with its call.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """How a call and its result are written."""
+        """The first observation."""
 
-        open: str = "<calculator>"
-        """begins a call"""
-        close: str = "</calculator>"
-        """ends a call; add it to the sampler's `stop`, so that a response ends with its call"""
-        result: str = "\n<result>{}</result>\n"
-        """text that answers a call"""
         prompt: str = "{prompt}"
         """first observation; {question} is the problem without the words of its template"""
-
-        def __post_init__(self) -> None:
-            if not self.open or not self.close or "{}" not in self.result:
-                raise ValueError("expected texts for open and close, and {} in result.")
 
     config: Config
 
     def make(self) -> CalculatorEpisode:
         """A new episode."""
-        return CalculatorEpisode(self.config)
+        return CalculatorEpisode(self.config.prompt)

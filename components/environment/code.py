@@ -16,6 +16,16 @@ from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.handles import Step
 
 _LONGEST = 600  # characters of a failure that a policy is shown
+# What it is shown of a private test, by the status of the test's result.
+_FAILED = {
+    "exit": "Wrong output, or an exception.",
+    "signal": "The program was killed by a signal.",
+    "timeout": "The program took too long.",
+    "output": "The program wrote too much.",
+    "skipped": "The test was not run: the program took too long before it.",
+    "memory": "The program used too much memory.",
+    "lost": "The program ended its sandbox.",
+}
 
 
 class CodeEpisode:
@@ -56,16 +66,17 @@ class CodeEpisode:
             for test, result in zip(tests.tests, results, strict=True)
         ]
         first = next((i for i, failure in enumerate(failures) if failure), 0)
-        shown = f"Input: {tests.tests[first].input}\n" if tests.tests[first].public else ""
+        public = tests.tests[first].public
+        failure = f"Input: {tests.tests[first].input}\n{failures[first]}" if public else _FAILED[results[first].status]
         passed = failures.count("")
-        said = f"Passed {passed} of {len(failures)} tests. Test {first + 1} failed.\n{shown}{failures[first]}"
-        return passed / len(failures), said
+        return passed / len(failures), f"Passed {passed} of {len(failures)} tests. Test {first + 1} failed.\n{failure}"
 
 
 class CodeFeedback(EnvironmentComponent):
     """Programs in a sandbox with feedback: a response whose program fails a test is answered with that failure.
 
-    The tests are those of `verifier.code`. What a private test expects is in the feedback, not its input.
+    The tests are those of `verifier.code`. Of a private test the feedback has only how it failed: what the program
+    printed or raised could be its input.
     """
 
     paper = "2403.07974"

@@ -1,7 +1,5 @@
 """Environments on a server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A harness for verifiers: one model call per segment, made in this process. Imported where verifiers is installed."""
 
-from __future__ import annotations
-
 import ssl
 from typing import Any
 

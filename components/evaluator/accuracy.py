@@ -71,6 +71,7 @@ class Accuracy(HeldOut):
         Metric("turned_right", "share", "with `attempt: 2`: problems solved in the second attempt alone"),
         Metric("turned_wrong", "share", "with `attempt: 2`: problems solved in the first attempt alone"),
         Metric("sampled_tokens", "tokens", "tokens of the responses, which are not training"),
+        Metric("prefill_tokens", "tokens", "tokens of the prompts, each once for all samples of it"),
         *LOADING_METRICS,
         Metric("mean_at_<n>", "share", "correct responses among n samples per problem"),
         Metric(
@@ -112,7 +113,7 @@ class Accuracy(HeldOut):
         start = time.perf_counter()
         samples = self.config.samples
         sampling = self.config.sampling()
-        self._sampled = 0
+        self._sampled = self._prefilled = 0
         metrics = self._greedy(policy, verifier, dataclasses.replace(sampling, temperature=0.0))
         metrics["problems"] = float(self.count)
         if samples:
@@ -121,7 +122,7 @@ class Accuracy(HeldOut):
             histogram = torch.bincount(verdicts.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
             metrics |= sample_metrics(counts.tolist(), samples)
-        self.context.log(**metrics, sampled_tokens=Count(self._sampled))
+        self.context.log(**metrics, sampled_tokens=Count(self._sampled), prefill_tokens=Count(self._prefilled))
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))
 
     def _greedy(self, policy: Policy, verifier: Verifier, sampling: Sampling) -> dict[str, float]:
@@ -148,4 +149,5 @@ class Accuracy(HeldOut):
 
     def _verdicts(self, verifier: Verifier, responses: Trajectories) -> Rewards:
         self._sampled += len(responses.response_tokens.values)
+        self._prefilled += len(responses.prompt_tokens.values) * len(self.prompts) // max(len(responses), 1)
         return verifier.verify(self.prompts, responses)

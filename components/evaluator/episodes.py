@@ -1,7 +1,5 @@
 """Held-out episodes: how often the policy succeeds in an environment."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 

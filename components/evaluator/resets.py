@@ -1,7 +1,5 @@
 """Quality of resets: accuracy of the localised steps, and correction rates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any

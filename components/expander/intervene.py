@@ -1,7 +1,5 @@
 """Interventions: a failure's first wrong step is replaced, and what then stands there is learned as it is (InT)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Trees of trajectories: branches at fixed lengths (SPO-Tree) or at uncertain tokens (TreeRL)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Resets over turns: new episodes from the start of a recorded episode's turn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

@@ -136,6 +136,7 @@ class RolloutBatch:
         replica, count = context.ranks.replica, len(trajectories)
         self._source = self.of_all(torch.full((count,), replica))
         self._prompt_uid = self.of_all(self._own_prompts)
+        self._lengths = self.of_all(self.own.lengths)
         self._start = int((self._source < replica).sum())
         self.temperature = self._common("Trajectories.temperature", trajectories.temperature, trajectories.temperature)
 
@@ -202,11 +203,11 @@ class RolloutBatch:
             where the rows came from, and this replica's part of them.
         """
         ranks = self._context.ranks
-        group = self._prompt_uid[rows]
-        replica = assign(costs[rows], group, ranks.num_replicas)
+        sizes = costs[rows], self._lengths[rows], self._prompt_uid[rows]
+        replica = assign(*sizes, ranks.num_replicas)
         if meters is not None and ranks.num_replicas > 1:
-            for name, by in (("before", contiguous(group, ranks.num_replicas)), ("after", replica)):
-                share = torch.tensor(imbalance(costs[rows], by, ranks.num_replicas))
+            for name, by in (("before", contiguous(sizes[2], ranks.num_replicas)), ("after", replica)):
+                share = torch.tensor(imbalance(*sizes, by, ranks.num_replicas))
                 meters.add(f"imbalance_{name}", share, torch.ones(()))
         mine = self._source[rows] == ranks.replica
         to = [rows[mine & (replica == r)] - self._start for r in range(ranks.num_replicas)]

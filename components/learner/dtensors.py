@@ -1,7 +1,5 @@
 """Tensors of which every rank holds some rows (DTensors of FSDP2), and plain ones, in the same words."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -1,9 +1,7 @@
 """The base component of every learner: a rollout batch in, a report, new weights and log-probs out."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -11,13 +9,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from creditgraph.components.learner.backend import Backend
 from creditgraph.components.learner.metrics import LEARNER_METRICS, Guard
 from creditgraph.components.learner.objective import shipped_metrics
 from creditgraph.components.learner.packing.pack import pack
 from creditgraph.components.learner.settings import LearnerSettings
-from creditgraph.components.learner.step import Backend, RolloutTraining
-from creditgraph.components.learner.throughput import throughput
+from creditgraph.components.learner.step import RolloutTraining
 from creditgraph.components.models.fixed_sequence import fixed_tokens
+from creditgraph.components.models.gpus import own_kind
 from creditgraph.components.models.load import load_config
 from creditgraph.pipeline.core.component import Component, Context, same_rows
 from creditgraph.pipeline.core.errors import CreditgraphError
@@ -156,3 +155,31 @@ class PolicyLearner(Component):
             weights=weights,
             logprobs=TokenLogprobs(uid=trajectories.uid, logprobs=result.logprobs),
         )
+
+
+PASSES = ("old_logprobs", "reference", "forward_backward", "optimizer")  # phases in which the model is passed
+
+
+def throughput(
+    context: Context, seconds: Mapping[str, float], tokens: float, operations: tuple[float, float], frozen: bool
+) -> dict[str, float]:
+    """The metrics `tokens_per_second` and `mfu`; {} without a GPU, no `mfu` for one whose rate is not known.
+
+    Args:
+        context: context of the learner's node.
+        seconds: wall time by phase.
+        tokens: tokens of training passes, of all replicas.
+        operations: operations of forward passes with and without gradient, of all replicas.
+        frozen: whether most weights have no gradient (LoRA), so that a backward pass costs one forward pass, not two.
+    """
+    if not context.device.startswith("cuda"):
+        return {}
+    gpus = context.ranks.world
+    training = seconds.get("forward_backward", 0.0) + seconds.get("optimizer", 0.0)
+    out = {"tokens_per_second": tokens / training / gpus} if training else {}
+    kind = own_kind(context.device)
+    spent = sum(seconds.get(phase, 0.0) for phase in PASSES)
+    useful = (2 if frozen else 3) * operations[0] + operations[1]
+    if kind and spent and useful and context.model.dtype == "bfloat16":
+        out["mfu"] = useful / spent / gpus / kind.matmul
+    return out

@@ -1,7 +1,5 @@
 """Low-rank adapters: their settings, initial values and published names, the same for every learner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

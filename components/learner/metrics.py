@@ -1,7 +1,5 @@
 """Metrics of learners, including the mismatch of engine and learner at equal weights, and its limits."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

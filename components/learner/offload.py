@@ -1,7 +1,5 @@
 """Moves tensors that a learner needs only while it learns to the CPU and back, without a change of one bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """AdamW with float32 master weights, gradient clipping, a learning-rate schedule, and a plain state dict."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

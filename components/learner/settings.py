@@ -1,7 +1,5 @@
 """Settings that every learner has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """True first errors, for tasks that provide them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

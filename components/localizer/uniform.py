@@ -1,7 +1,5 @@
 """Random resets: a uniformly drawn step (RRPO)."""
 
-from __future__ import annotations
-
 from creditgraph.components.localizer.base import Localizer, Outputs
 from creditgraph.components.rollouts.thoughts import num_thoughts
 from creditgraph.pipeline.core.handles import Policy

@@ -3,8 +3,6 @@
 Weights travel between learners and engines under the names of the files, which every engine reads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 

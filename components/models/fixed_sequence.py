@@ -1,7 +1,5 @@
 """The fixed sequence by which an engine shows that it computes with the weights it was given, and its log-probs."""
 
-from __future__ import annotations
-
 _TOKENS = 16
 
 

@@ -1,7 +1,5 @@
 """Kinds of GPUs: their memory and their rate, as vendors state them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

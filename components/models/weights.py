@@ -1,7 +1,5 @@
 """Reads weights from safetensors files for engines and learners, and checks that they fit a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -56,8 +56,6 @@ class DatasetPrompts(Component):
         """problems per iteration, over all replicas"""
         shuffle: bool = True
         """use a new keyed order in every epoch; off: the order of the source"""
-        drop_duplicates: bool = True
-        """keep only the first of several rows whose questions differ only by white space and case"""
         max_tokens: int = 4096
         """tokens of a prompt; longer ones are rejected and counted, and engines hold no longer rows than prompts of
         this length need"""
@@ -101,7 +99,7 @@ class DatasetPrompts(Component):
             self.tokenizer,
             place=f"data.{config.split}",
             room=min(config.max_tokens + 1, context_length(context.model)),
-            drop_duplicates=config.drop_duplicates,
+            drop_duplicates=True,
         ).rows
         self._start_at(epoch=0, position=0)
 

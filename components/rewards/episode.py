@@ -1,7 +1,5 @@
 """Rewards of episodes: what an environment gave for all turns together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Outcome rewards: a verifier applied to trajectories."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Soft punishment of overlong responses (DAPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -6,8 +6,6 @@ and the algorithm is at the point where it was: after some waves, levels of a tr
 the iteration in which none of its requests is paused.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Episodes: a policy and an environment take turns, all episodes of a batch at once."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Episodes that were played: their rows and metrics, and the kinds of faults that cut episodes off."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

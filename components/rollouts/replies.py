@@ -1,7 +1,5 @@
 """What environments return, read: text, reward, end and state, or the fault that they are."""
 
-from __future__ import annotations
-
 import numbers
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards with finite values, as several nodes require them."""
 
-from __future__ import annotations
-
 import torch
 
 from creditgraph.pipeline.core.payloads import Rewards

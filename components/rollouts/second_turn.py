@@ -1,7 +1,5 @@
 """Second turns: the policy is shown earlier attempts at a problem and writes a response about them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Segments of responses: valid ends, the segment of each token, values and advantages at segment boundaries."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

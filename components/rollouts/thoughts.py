@@ -1,7 +1,5 @@
 """Thoughts of trajectories: their number, their text, and the first wrong one if the task provides it."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of a user's methods, plain or async, many at a time, each with a time limit."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """Episodes whose turns are rows: per-episode views, returns, and rows that share a state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

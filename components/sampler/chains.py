@@ -1,7 +1,5 @@
 """Groups of independent responses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from creditgraph.components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings

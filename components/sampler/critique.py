@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +66,15 @@ def best_of(value: Tensor, usable: Tensor, prompt: Tensor) -> Tensor:
 class Critique(Component):
     """Samples `originals` responses per prompt, then refinements after a critique of them, and keeps the best one.
 
-    The critique states only whether the original is right. The refinement joins its prompt's group (second-hand).
-    Which originals are refined is our reading: the wrong ones in turn, or all in turn. A prompt without one has no
-    refinement (counted) and its group has `originals` rows. A refinement that does not end or cannot be verified is
+    The critique states only that the original is wrong. The refinement joins its prompt's group (second-hand).
+    Which originals are refined is our reading: the wrong ones in turn. A prompt without one has no refinement
+    (counted) and its group has `originals` rows. A refinement that does not end or cannot be verified is
     never the best; of equal ones the first counts.
 
     The paper learns the refinement as a response to the original problem, and its released code scores it there without
-    a ratio. With `condition: original` the refinement's prompt is the problem, and its log-probs and entropies are
-    scored again under that prompt, so that they belong to what the learner sees; `refinement` keeps the prompt it was
-    sampled from. For the embedded model a refinement is its revise mode with the original itself as the reference (our
-    reading).
+    a ratio. So the refinement's prompt is the problem, and its log-probs and entropies are scored again under that
+    prompt, so that they belong to what the learner sees. For the embedded model a refinement is its revise mode with
+    the original itself as the reference (our reading).
     """
 
     paper = "2506.03106"
@@ -98,18 +97,12 @@ class Critique(Component):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):
-        """Sampling, group sizes, conditioning."""
+        """Sampling and group sizes."""
 
         originals: int = 7
         """first responses per prompt"""
         refinements: int = 8
         """candidates per prompt, of which one is kept; 0 gives plain groups"""
-        refine: Literal["wrong", "all"] = "wrong"
-        """originals that are criticised and refined"""
-        condition: Literal["original", "refinement"] = "original"
-        """prompt that the kept refinement is trained under"""
-        only_correct: bool = False
-        """keep a refinement only if it is right"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -132,11 +125,9 @@ class Critique(Component):
         rewards = verifier.verify(prompts, originals)
         refined = self._refine(prompts, originals, rewards, policy)
         verdicts = finite_rewards(verifier.verify(prompts, refined))
-        usable = verdicts.valid & ~unended(refined) & (verdicts.correct | (not settings.only_correct))
+        usable = verdicts.valid & ~unended(refined)
         best = best_of(verdicts.value, usable, refined.prompt_uid)
-        kept = refined.select(best)
-        if settings.condition == "original":
-            kept = self._under_problem(prompts, policy, kept)
+        kept = self._under_problem(prompts, policy, refined.select(best))
         total = max(len(refined), 1)
         self.context.log(
             **length_metrics(Trajectories.concat([originals, refined])),
@@ -153,17 +144,15 @@ class Critique(Component):
     def _refine(self, prompts: Prompts, originals: Trajectories, rewards: Rewards, policy: Policy) -> Trajectories:
         settings = self.config
         size = settings.originals
-        eligible = rewards.valid & ~rewards.correct if settings.refine == "wrong" else rewards.valid
-        eligible = eligible.view(len(prompts), size)
+        eligible = (rewards.valid & ~rewards.correct).view(len(prompts), size)
         chosen = [
             row * size + place
             for row, group in enumerate(eligible)
             for place in to_refine(group, settings.refinements).tolist()
         ]
         steps = thought_texts(originals, policy.tokenizer)
-        correct = rewards.correct.tolist()
         texts = [
-            critique_prompt(*problem_of(prompts, i // size), steps[i], correct[i], policy.tokenizer, settings.mode)
+            critique_prompt(*problem_of(prompts, i // size), steps[i], False, policy.tokenizer, settings.mode)
             for i in chosen
         ]
         # The draws after those of the originals; prompts without refinements leave theirs unused.

@@ -1,7 +1,5 @@
 """Dynamic sampling: only prompts whose group carries a signal are trained on (DAPO)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Episodes of a policy in an environment, one row per turn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Trees of episodes over turns: new episodes from the starts of given turns of those played before."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar

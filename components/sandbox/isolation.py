@@ -1,7 +1,5 @@
 """Isolation of a program on this host: the bubblewrap command with its namespaces, mounts and system-call filter."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from typing import Any
 MEGABYTE = 2**20
 START_SECONDS = 30.0  # until the runner is ready, on a host that starts many sandboxes at once
 GRACE_SECONDS = 1.0  # after a test's time limit, for the runner to end the test and say so
-CLOCK_FACTOR = 10.0  # a test on a busy host takes at most so many times its limit by the clock
+CLOCK_FACTOR = 10.0  # a test, and a program, on a busy host takes at most so many times its limit by the clock
 WATCH_SECONDS = 0.05  # between two checks of a sandbox's time, memory and files
 MAX_FILES = 10_000  # in the private /tmp: empty files cost the kernel memory that no limit of size counts
 OPEN_FILES = 64  # descriptors of a process

@@ -147,6 +147,7 @@ class _Sandbox:
         self._num_bytes = 0
         self._results: list[TestResult] = []
         self._seconds = 0.0  # of the tests that have ended
+        self._started = time.monotonic()
         self._clock = _Clock()
         self._ended_after: float | None = None  # seconds after which the running test was ended
         self._next_look = time.monotonic() + WATCH_SECONDS
@@ -225,7 +226,9 @@ class _Sandbox:
             if not self._ready:
                 self._ready = True
             elif len(self._results) < len(self._inputs):
-                self._results.append(_result(line, self._limits))
+                # After the request to end it, whatever came is too late: a test can stop the runner for a while.
+                late = TestResult(status="timeout", reason=_reason("timeout", 0, "", self._limits))
+                self._results.append(_result(line, self._limits) if self._ended_after is None else late)
                 self._seconds += self._clock.at_end(time.monotonic())
             self._next_test()
         return ""
@@ -236,7 +239,7 @@ class _Sandbox:
         left = len(self._inputs) - len(self._results)
         if sum(result.status == "timeout" for result in self._results) >= limits.timeouts:
             self._results += [TestResult(status="skipped", reason="not run after an earlier time-out")] * left
-        elif self._seconds >= limits.program_seconds:
+        elif max(self._seconds, (time.monotonic() - self._started) / CLOCK_FACTOR) >= limits.program_seconds:
             reason = f"not run: the tests before it took more than {limits.program_seconds:g} s together"
             self._results += [TestResult(status="skipped", reason=reason)] * left
         elif left:

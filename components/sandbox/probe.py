@@ -1,7 +1,5 @@
 """Finds an isolation that works on this host, with a program that tries simple ways of leaving the sandbox."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -118,6 +118,7 @@ class _Test:
             readable, writable, _ = select.select([wake, requests.fd, *self.open], writable, [])
             if requests.fd in readable:
                 requests.receive()
+                continue  # what came meanwhile is too late: the test may have stopped this process
             for fd in self.open.intersection(readable):
                 self._read(fd)
             if writable:

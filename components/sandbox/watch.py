@@ -1,7 +1,5 @@
 """What a sandbox uses: memory, processor time and the time it waits for a processor, of all its processes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

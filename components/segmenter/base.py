@@ -1,7 +1,5 @@
 """The base of segmenters: their outputs and metrics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar

@@ -1,7 +1,5 @@
 """Segments of a fixed number of tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

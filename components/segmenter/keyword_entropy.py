@@ -1,7 +1,5 @@
 """Segments that end at keywords and are merged by entropy (RREDCoT)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

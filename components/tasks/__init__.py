@@ -5,8 +5,6 @@ entry point of the group ``creditgraph.tasks`` in another package, as `creditgra
 (``source: NAME``); nothing else knows a family by its name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module

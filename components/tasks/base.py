@@ -14,8 +14,6 @@ is words with single spaces; a thought ends with `THOUGHT_END`, and the last one
 the response.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from abc import ABC, abstractmethod

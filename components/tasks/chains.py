@@ -13,8 +13,6 @@ fixed wrong value. A problem's hard steps are the steps whose right solution use
 bounds their number, so that chains with about one hard decision and chains with many can both be had.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tests of a programming problem, and the check of an output against a test; runs outside the sandbox."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Prompts stored as chat messages, as TRL and verl store them: [{"role": "user", "content": "…"}, …]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Messages = list[dict[str, str]]

@@ -35,15 +35,12 @@ class Matcher(Protocol):
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Takes one token per row [B]; bool [B], True where a string has occurred since the row's last reset."""
-        ...
 
     def reset(self, rows: Tensor) -> None:
         """Resets rows, bool [B], to the start state."""
-        ...
 
     def keep(self, index: Tensor) -> None:
         """Keeps rows by index, in its order."""
-        ...
 
 
 class TokenText:

@@ -1,7 +1,5 @@
 """References whose probability estimates a state's value: answers after an exit text, or solutions of the problem."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Segment boundaries, at which values are estimated, and the tokens that an estimate costs."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The credit of a segment as gradient × input embedding of the answer's log-prob, summed over its tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from creditgraph.components.rollouts.segments import segment_of_token

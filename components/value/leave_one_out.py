@@ -1,7 +1,5 @@
 """The credit of a segment as the answer likelihood lost when it is removed."""
 
-from __future__ import annotations
-
 import torch
 
 from creditgraph.components.value.bank import References, answer_bank

@@ -1,7 +1,5 @@
 """Scores of a process reward model at segment boundaries: a token classifier, or a judge behind HTTP."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """States of responses as texts that a reference can continue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any

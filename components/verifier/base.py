@@ -1,7 +1,5 @@
 """The base of verifiers: items, verdicts, and a component that caches its verdicts."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b

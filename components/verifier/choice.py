@@ -1,10 +1,7 @@
 """Answers of one letter or word: multiple choice, and yes or no."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, TypeVar
 
@@ -28,7 +25,6 @@ _WORD = re.compile(r"\b(yes|no|true|false)\b", re.IGNORECASE)
 
 def short_answer(
     item: Item,
-    free_form: bool,
     read: Callable[[str], T | None],
     stated: re.Pattern[str],
     read_line: Callable[[str], T | None],
@@ -37,7 +33,6 @@ def short_answer(
 
     Args:
         item: the response.
-        free_form: whether an answer without a box counts.
         read: an answer's text as a value; None for text that is no answer.
         stated: matches a statement; its first group is the answer's text.
         read_line: the last line as a value.
@@ -45,8 +40,6 @@ def short_answer(
     boxed = item.extracted()
     if boxed is not None:
         return read(boxed)
-    if not free_form:
-        return None
     tail = item.text[-_TAIL:]
     statements = stated.findall(tail)
     if statements:
@@ -72,8 +65,8 @@ def letter_of(answer: str, choices: list[str]) -> str | None:
     letter = _LETTER.match(bare)
     if letter:
         return letter.group(1).upper()
-    texts = [normalise(choice, ignore_case=True) for choice in choices]
-    text = normalise(bare, ignore_case=True)
+    texts = [normalise(choice) for choice in choices]
+    text = normalise(bare)
     named = texts.count(text) == 1 and texts.index(text) < len(ascii_uppercase)
     return ascii_uppercase[texts.index(text)] if named else None
 
@@ -99,18 +92,12 @@ def _only_truth(line: str) -> bool | None:
 
 
 class Choice(VerifierComponent):
-    """Verifies multiple choice by letter. A choice's text counts as its letter if the metadata lists "choices"."""
+    """Verifies multiple choice by letter. A choice's text counts as its letter if the metadata lists "choices".
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Acceptance of answers outside a box."""
-
-        free_form: bool = True
-        """without a \\boxed{}, accept "the answer is B" or a last line that is one letter; off: such a response is
-        wrong"""
+    Without a \\boxed{}, "the answer is B" or a last line that is one letter is the answer.
+    """
 
     references = frozenset({"choice"})
-    config: Config
 
     def verdict(self, item: Item) -> Verdict:
         """Compares the response's letter with the reference's."""
@@ -120,9 +107,7 @@ class Choice(VerifierComponent):
             return undecided(
                 f"the reference '{item.answer[:40]}' names no choice, expected a letter or the text of a choice"
             )
-        letter = short_answer(
-            item, self.config.free_form, lambda text: letter_of(text, choices), _STATED_LETTER, _last_letter
-        )
+        letter = short_answer(item, lambda text: letter_of(text, choices), _STATED_LETTER, _last_letter)
         if letter is None:
             return wrong("no choice in the response")
         if choices and ascii_uppercase.index(letter) >= len(choices):
@@ -131,25 +116,19 @@ class Choice(VerifierComponent):
 
 
 class Boolean(VerifierComponent):
-    """Verifies yes/no and true/false questions. A last line with both words is no answer."""
+    """Verifies yes/no and true/false questions. A last line with both words is no answer.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Acceptance of answers outside a box."""
-
-        free_form: bool = True
-        """without a \\boxed{}, accept "the answer is yes" or the only such word of the last line; off: the response is
-        wrong"""
+    Without a \\boxed{}, "the answer is yes" or the only such word of the last line is the answer.
+    """
 
     references = frozenset({"boolean"})
-    config: Config
 
     def verdict(self, item: Item) -> Verdict:
         """Compares the truth value of the response with the reference's."""
         reference = truth_of(item.answer)
         if reference is None:
             return undecided(f"the reference '{item.answer[:40]}' is neither yes nor no")
-        answer = short_answer(item, self.config.free_form, truth_of, _STATED_TRUTH, _only_truth)
+        answer = short_answer(item, truth_of, _STATED_TRUTH, _only_truth)
         if answer is None:
             return wrong("neither yes nor no in the response")
         return RIGHT if answer == reference else wrong(f"answered '{'yes' if answer else 'no'}'")

@@ -1,7 +1,5 @@
 """Programs, verified by their tests in a sandbox."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

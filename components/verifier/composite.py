@@ -1,7 +1,5 @@
 """Several verifiers as one reward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

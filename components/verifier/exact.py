@@ -1,34 +1,24 @@
 """Exact match of the extracted answer."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 
 
-def normalise(answer: str, ignore_case: bool) -> str:
-    """Collapses white space, drops a final full stop, and lowers the case with `ignore_case`.
+def normalise(answer: str) -> str:
+    """Collapses white space, drops a final full stop, and lowers the case.
 
-    >>> normalise("  Forty  Two. ", ignore_case=True)
+    >>> normalise("  Forty  Two. ")
     'forty two'
     """
-    text = " ".join(answer.split()).removesuffix(".").strip()
-    return text.casefold() if ignore_case else text
+    return " ".join(answer.split()).removesuffix(".").strip().casefold()
 
 
 class Exact(VerifierComponent):
-    """Verifies by string equality: integers, choices, yes/no. Equal values in different notation are wrong."""
+    """Verifies by string equality: integers, choices, yes/no. Equal values in different notation are wrong.
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Comparison of strings."""
-
-        ignore_case: bool = True
-        """whether "Yes" equals "yes" in the comparison"""
+    White space, case and a final full stop do not count.
+    """
 
     references = frozenset({"value", "choice", "boolean"})
-    config: Config
 
     def verdict(self, item: Item) -> Verdict:
         """Compares the extracted answer with the reference after `normalise`."""
@@ -37,6 +27,6 @@ class Exact(VerifierComponent):
         answer = item.extracted()
         if answer is None:
             return wrong("no answer in the response")
-        if normalise(answer, self.config.ignore_case) == normalise(item.answer, self.config.ignore_case):
+        if normalise(answer) == normalise(item.answer):
             return RIGHT
         return wrong(f"answered '{answer[:40]}'")

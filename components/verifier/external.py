@@ -1,7 +1,5 @@
 """A verifier on a server: a reward model, a language model that grades proofs, a cluster of sandboxes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

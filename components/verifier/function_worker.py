@@ -4,8 +4,6 @@ Request: {"number", "prompt", "response", "answer", "metadata"}. Reply: the numb
 text} for what is no number, or {"raised": text}. The first line out is {"ready": true}.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import numbers

@@ -1,7 +1,5 @@
 """Mathematical equality of the extracted answer, by math-verify in worker processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

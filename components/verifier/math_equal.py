@@ -4,8 +4,6 @@ math-verify reads what is not plain text, and `math_value` compares the results.
 `verifier.math`; needs math-verify, and of this project nothing but `math_text` and `math_value`.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from functools import cache

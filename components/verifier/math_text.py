@@ -1,7 +1,5 @@
 """Answers read as text, numbers, quantities and lists, without computer algebra. Standard library only."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

@@ -6,8 +6,6 @@ is exact; the points follow from the pair, so that no formula can be made to agr
 this project.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Sequence

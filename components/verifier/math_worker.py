@@ -9,8 +9,6 @@ timers, of wall-clock and of processor time, end the copy where Python code cann
 milliseconds instead of another import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Reads answers or checks formats by a regular expression."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +42,6 @@ class Regex(VerifierComponent):
         """regular expression; the dot matches line breaks, ^ and $ match at lines"""
         compare: bool = True
         """compare the match with the reference; off: right when the pattern matches, and no reference is needed"""
-        ignore_case: bool = True
-        """whether "Yes" equals "yes" in the comparison"""
         seconds: float = 1.0
         """limit per response; beyond it the response is invalid"""
 
@@ -80,6 +76,6 @@ class Regex(VerifierComponent):
         if last is None:
             return wrong("the pattern does not match the response")
         answer = str(last.group(1 if self._pattern.groups else 0) or "")
-        if normalise(answer, self.config.ignore_case) == normalise(item.answer, self.config.ignore_case):
+        if normalise(answer) == normalise(item.answer):
             return RIGHT
         return wrong(f"answered '{answer[:40]}'")

@@ -1,7 +1,5 @@
 """Verification by the problem's own simulator, for tasks with many right responses."""
 
-from __future__ import annotations
-
 from creditgraph.components.tasks import TASKS
 from creditgraph.components.tasks.base import split_thoughts
 from creditgraph.components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong

@@ -1,7 +1,5 @@
 """A pool of worker processes with a hard time limit per request."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

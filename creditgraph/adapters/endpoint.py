@@ -1,7 +1,5 @@
 """A policy that scores texts at an OpenAI-compatible endpoint, for credit graphs that need log-probs of a reference."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """What verl and SkyRL share: advantage estimators and losses that are functions of padded tensors, under a name."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 from collections.abc import Callable, Sequence

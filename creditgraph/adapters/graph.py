@@ -23,7 +23,7 @@ from creditgraph.adapters.rows import (
 )
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
-from creditgraph.pipeline.app.credit.side_by_side import PLAIN
+from creditgraph.pipeline.app.credit.side_by_side import EPISODES, PLAIN
 from creditgraph.pipeline.core.errors import ConfigError, DataError, did_you_mean
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
@@ -33,7 +33,6 @@ from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 from creditgraph.pipeline.run.session import GraphSession
 
-EPISODES = "sampler.environment"
 CRITIC = "value.critic"
 FOLDER = "--config-dir="
 # Kinds of values that the trainer gives, whatever node of the graph makes them in a run.
@@ -163,6 +162,31 @@ class CreditGraph:
         credit: Credit = self._session.value(self._learner.wires["credit"][0], iteration)
         self.metrics = self._session.logged
         return credit, spans
+
+    def described(self, source: str) -> tuple[dict[str, Any], str]:
+        """The nodes that run here, as `nodes` of a configuration, and the wire with their credit.
+
+        What a trainer gives is read from the outputs prompts, trajectories, rewards and turns of the node `source`.
+        """
+        outputs = {kind: kind.__name__.lower() for kind in (Prompts, Trajectories, Rewards, Turns)}
+
+        def wire(old: Wire) -> str:
+            kind = given(self._graph[old.source], old.output)
+            if kind is not None and kind not in outputs:
+                raise ConfigError(
+                    f"graph '{self.name}': it reads a {kind.__name__}, which recorded rollouts do not have."
+                )
+            return str(old) if kind is None else f"{source}.{outputs[kind]}"
+
+        nodes = {
+            node.name: {
+                "use": node.use,
+                "in": {socket: [wire(w) for w in wires] for socket, wires in node.wires.items()},
+                "config": dict(node.settings),
+            }
+            for node in self._running_nodes()
+        }
+        return nodes, wire(self._learner.wires["credit"][0])
 
     def _check(self, settings: Sequence[str]) -> None:
         """Raises ConfigError where the graph needs what no trainer gives."""

@@ -1,7 +1,5 @@
 """An objective on the log-probs of another trainer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -97,9 +95,9 @@ def loss_weights(mask: Tensor, settings: ObjectiveSettings, rows: float, tokens:
 
 def check_by_parts(settings: ObjectiveSettings, place: str) -> None:
     """Raises ConfigError for an objective that needs the whole batch, where a hook is called with parts of it."""
-    if settings.entropy_mask.keep < 1 or getattr(settings.config, "normalise", False) or settings.kl.coefficient:
+    if settings.entropy_mask.keep < 1 or settings.kl.coefficient:
         raise ConfigError(
-            f"{place}: its loss needs entropies, a mean over the whole batch, or a reference model (entropy_mask, "
-            "normalise, kl), which this trainer's loss hook does not pass. Set learner.objective.entropy_mask.keep=1, "
+            f"{place}: its loss needs entropies of the whole batch, or a reference model (entropy_mask, "
+            "kl), which this trainer's loss hook does not pass. Set learner.objective.entropy_mask.keep=1, "
             "or choose another graph; the trainer's own KL term can be used."
         )

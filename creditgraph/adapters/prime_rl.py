@@ -9,8 +9,6 @@ prime-rl calls the loss with one sample at a time, whose log-ratio is that of tr
 reading its loss (commit 559b44772); not yet run with prime-rl.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Responses of another trainer as the payloads of a graph, and the credit of a graph as the trainer's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

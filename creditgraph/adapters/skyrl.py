@@ -9,8 +9,6 @@ SkyRL passes rewards, masks, uids and a critic's values, no token ids: what `cre
 holds here as well. Written after reading its registry (commit a9564572e); not yet run with SkyRL.
 """
 
-from __future__ import annotations
-
 from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, States

@@ -9,8 +9,6 @@ TRL has no public hook for advantages. The class overrides `_calculate_rewards` 
 `objective=True` also `_compute_loss`. These are private methods: `TESTED` are the versions that tests run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

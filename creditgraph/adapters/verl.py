@@ -10,8 +10,6 @@ verl passes rewards, masks and uids to an estimator, no token ids and no values.
 cannot run, and where a graph compares the states of turns (`gigpo`, `gae_turns`), states are unknown without `states`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

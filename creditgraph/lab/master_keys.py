@@ -5,8 +5,6 @@ digit strings, random LaTeX, the references themselves) are graded against sampl
 them when one accepts. An answer that is right for more than two references of different value is a master key.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

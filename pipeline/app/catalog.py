@@ -1,7 +1,5 @@
 """The catalogue of components: inputs, outputs and settings of each."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Iterator

@@ -23,18 +23,23 @@ from creditgraph.pipeline.app.commands import (
     components,
     credit,
     data,
+    diff,
     doctor,
     eval,
     export,
     graph,
+    new,
     replay,
     report,
+    runs,
     serve,
     status,
     submit,
     train,
+    watch,
 )
 from creditgraph.pipeline.app.completion import complete
+from creditgraph.pipeline.app.version import version_text
 from creditgraph.pipeline.core.errors import CreditgraphError, any_extra, did_you_mean, raised_text
 from creditgraph.pipeline.run.trust import TRUST
 
@@ -55,10 +60,14 @@ COMMANDS: dict[str, Command] = {
     "train": train,
     "graph": graph,
     "components": components,
+    "new": new,
     "check": check,
     "audit": audit,
     "replay": replay,
+    "runs": runs,
+    "diff": diff,
     "report": report,
+    "watch": watch,
     "credit": credit,
     "eval": eval,
     "export": export,
@@ -147,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP.format(commands=_lines(COMMANDS), added=_lines(added_commands())))
         return 0
     if name == "--version":
-        print(f"creditgraph {_version()}")
+        print(f"creditgraph {version_text()}")
         return 0
     known = COMMANDS if name in COMMANDS else added_commands()
     if name not in known:
@@ -200,27 +209,6 @@ class _Parser(argparse.ArgumentParser):
         if option and not any(action.option_strings == [f"--{option[0]}"] for action in self._actions):
             message += f". Options are listed by --help; a setting is written {option[0].partition('=')[0]}=VALUE."
         super().error(message)
-
-
-def _version() -> str:
-    """The version of the installed package, with its commit in a checkout."""
-    import subprocess
-    from importlib.metadata import PackageNotFoundError, version
-
-    from creditgraph.pipeline import ROOT
-
-    try:
-        number = version("creditgraph")
-    except PackageNotFoundError:
-        number = "(not installed)"
-    if not (ROOT.parent / ".git").exists():
-        return number
-    command = ["git", "-C", str(ROOT.parent), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return number
-    return f"{number}, commit {done.stdout.strip()}" if done.returncode == 0 else number
 
 
 @contextmanager

@@ -4,8 +4,6 @@
 `creditgraph` with _ARGCOMPLETE in its environment at every Tab, so torch is imported for settings `run.*` only.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One component outside any graph, on the user's own Parquet files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

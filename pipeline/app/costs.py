@@ -1,7 +1,5 @@
 """What a configuration costs its engine, from settings alone."""
 
-from __future__ import annotations
-
 from creditgraph.pipeline.run.compose.experiment import Experiment
 
 

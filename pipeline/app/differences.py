@@ -1,7 +1,5 @@
 """Differences between two payloads, field by field."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plays scripted episodes in an environment of the user's own and compares them; part of `creditgraph check`."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time

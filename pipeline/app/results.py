@@ -19,7 +19,9 @@ class Results:
 
     Attributes:
         iterations: number of iterations run.
-        accuracy_before, accuracy_after: first and last held-out accuracy.
+        accuracy_before: first held-out accuracy.
+        accuracy_after: held-out accuracy after the last iteration; None where it was not measured, as of a run that was
+            interrupted.
         reward_first, reward_last: mean reward, averaged over the first and the last tenth of the iterations (at least
             one).
         sampled_tokens, trained_tokens, optimizer_steps: sums over the run.
@@ -56,9 +58,10 @@ def summarise(rows: list[dict[str, Any]], warning: str = "") -> Results:
     wall = 0.0
     phases: dict[str, float] = {}
     iterations = 0
+    last = max((row["iteration"] for row in rows if "seconds/iteration" in row), default=-1)
     for row in rows:
         seconds = phase_seconds(row)
-        iterations += "seconds/iteration" in row
+        iterations += "seconds/iteration" in row or REWARD in row  # rewards alone where the run was imported
         # The final pass has no iteration around it.
         wall += row.get("seconds/iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
         for name, value in seconds.items():
@@ -66,7 +69,7 @@ def summarise(rows: list[dict[str, Any]], warning: str = "") -> Results:
     return Results(
         iterations=iterations,
         accuracy_before=curve[0][1] if curve else None,
-        accuracy_after=curve[-1][1] if curve else None,
+        accuracy_after=curve[-1][1] if curve and curve[-1][0] > last else None,
         reward_first=sum(rewards[:tenth]) / tenth if rewards else None,
         reward_last=sum(rewards[-tenth:]) / tenth if rewards else None,
         sampled_tokens=_total(rows, SAMPLED_TOKENS),
@@ -106,6 +109,9 @@ def as_table(results: Results) -> str:
         lines.append(
             ("held-out accuracy", f"{before:.3f} before, {after:.3f} after ({(after - before) * 100:+.1f} points)")
         )
+    elif before is not None:
+        newest = "".join(f", {value:.3f} before iteration {i}" for i, value in results.curve[1:][-1:])
+        lines.append(("held-out accuracy", f"{before:.3f} before{newest}; not measured after the last iteration"))
     if results.reward_first is not None and results.reward_last is not None:
         lines.append(("mean reward", f"{results.reward_first:.3f} first tenth, {results.reward_last:.3f} last tenth"))
     for label, count in (

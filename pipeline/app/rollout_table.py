@@ -19,6 +19,7 @@ from creditgraph.pipeline.core.errors import DataError
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.payloads import Batch, Credit, Prompts, Rewards, Trajectories
 from creditgraph.pipeline.run.metrics import TableSettings
+from creditgraph.pipeline.run.packing import is_recorded
 from creditgraph.pipeline.run.recorder import RecordSettings
 from creditgraph.pipeline.run.recording import from_arrow, read_table
 
@@ -165,7 +166,7 @@ class RolloutTables:
 
     def _table(self, name: str, iteration: int, columns: list[str] | None = None) -> pa.Table | None:
         file = self._folder / name / f"{iteration:06d}.parquet"
-        if not file.exists():
+        if not is_recorded(file):
             return None
         try:
             return read_table(file, columns)

@@ -1,7 +1,5 @@
 """`-m`: one configuration for every combination of values, in the syntax of hydra's basic sweeper."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

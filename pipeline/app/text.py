@@ -43,3 +43,18 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     ]
     rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lines with columns of even width for a terminal; a row of one cell is a heading and takes no part in the widths.
+
+    >>> print(columns([["run", "reward"], ["toy"], ["  a", ".5"]]))
+    run  reward
+    toy
+      a  .5
+    """
+    shown = [[visible(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*(row for row in shown if len(row) > 1), strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in shown
+    )

@@ -21,6 +21,8 @@ from creditgraph.pipeline.run.run_directory import write_aside, writing
 
 logger = logging.getLogger("creditgraph")
 
+WANDB_URL = "wandb_url"  # in the run directory: the address of the run, for its report
+
 
 class Wandb:
     """Mirrors metrics, rollouts, the graph and, if set, checkpoints to wandb; a continued run keeps its wandb id.
@@ -79,6 +81,8 @@ class Wandb:
                 f"run.wandb.mode={settings.mode}: wandb did not start ({str(error).splitlines()[0]}); expected "
                 "a project it may write to. Log in with `wandb login`, or set run.wandb.mode=offline."
             ) from error
+        if self._run.url:
+            write_aside(run_path / WANDB_URL, self._run.url)
         self._run.define_metric("*", step_metric="iteration")
         if new and graph is not None:
             self._run.log({"graph": wandb.Html(draw.svg(graph), inject=False)}, step=0)

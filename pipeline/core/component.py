@@ -220,6 +220,11 @@ class Preflight:
         return False
 
     @classmethod
+    def files(cls, config: Any, world: int) -> int:
+        """Files and sockets that a node with these settings opens at most on one of `world` ranks, beside a few."""
+        return 0
+
+    @classmethod
     def alone(cls, config: Any) -> Any:
         """The settings with which one process holds the whole model, for tools that read a run of several."""
         return config

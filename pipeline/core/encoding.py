@@ -1,7 +1,5 @@
 """Nested states as a JSON tree and numbered tensors, for checkpoints and for values sent between ranks."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 from collections.abc import Mapping

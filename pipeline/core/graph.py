@@ -9,8 +9,6 @@ A wire is written at its receiver: `node.output`, or `node.output@k` for the val
 graph must be acyclic.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping

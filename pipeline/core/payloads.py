@@ -241,10 +241,12 @@ class SegmentValues(Batch):
         values: Jagged float32 with (number of segments + 1) entries per row: the start, then each segment end.
         logs: Jagged float64, natural logs of the values [nats], −inf for 0, from estimators whose values may be too
             small for a float32; None from others.
+        errors: Jagged float32, standard errors of the values, from estimators that know them; None from others.
     """
 
     values: Jagged
     logs: Jagged | None = None
+    errors: Jagged | None = None
 
     def relative(self) -> Jagged:
         """Jagged float64: the values up to a positive factor per row; with `logs`, the largest of each row is 1 (or all
@@ -292,6 +294,11 @@ class TokenLogprobs(Batch):
     """
 
     logprobs: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReferenceLogprobs(TokenLogprobs):
+    """Log-probs of sampled tokens under a reference model, as another trainer recorded them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

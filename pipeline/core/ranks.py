@@ -1,7 +1,5 @@
 """The processes of a run: their places and devices, and turns on memory that learner and servers share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

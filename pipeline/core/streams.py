@@ -5,8 +5,6 @@ and the same trajectory gets the same numbers whether its batch was cut in two, 
 alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface through which components report spans of time to the run's timeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks between nodes: sockets, types, populations, cycles. Every function returns sentences, none raises."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise

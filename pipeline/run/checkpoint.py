@@ -10,8 +10,6 @@ A directory whose manifest or files are not those that were written does not cou
 continues renames it to damaged-000011, so that it neither takes the place of a valid one nor is lost.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -273,6 +273,8 @@ class Executor:
             self._complete(iteration, lanes)
             if self._snapshots.is_due(iteration):
                 self._checkpoint(iteration, lanes)
+            elif self._recorder:
+                self._recorder.pack(iteration)
             self._snapshots.poll()
             self._values.complete(iteration)
         last = self._values.completed

@@ -1,7 +1,5 @@
 """Metrics of the run itself, and the sinks that receive all metrics: metrics.jsonl and others, such as wandb."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

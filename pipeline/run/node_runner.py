@@ -1,7 +1,5 @@
 """One node of a running graph: builds its component, runs it, checks its outputs and collects its metrics."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Batches stay with the replica that made them. Only where they are written, in re
 number of replicas continues, are those of all replicas concatenated in their order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.handles import Handle
 from creditgraph.pipeline.core.payloads import Weights
 from creditgraph.pipeline.core.trace import NO_TRACE, Trace
+from creditgraph.pipeline.run import packing
 from creditgraph.pipeline.run.checkpoint import checksum
 from creditgraph.pipeline.run.metrics import JsonLines
 from creditgraph.pipeline.run.recording import record_problem, recorded_sums, removed_records, write_payload
@@ -57,7 +59,7 @@ def chosen_outputs(settings: RecordSettings, graph: Graph) -> set[str]:
 
 
 class Recorder:
-    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a separate thread.
+    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a separate thread, later into archives.
 
     An error of the writer is raised by the next call. Handles (Policy, Verifier) and Weights leave a small JSON note
     instead.
@@ -93,9 +95,9 @@ class Recorder:
         self._doomed = removed_records(self._path)
         self._remove()
         for name in recorded_sums(self._path):
-            file = self._path / name
-            if file.exists():
-                self._sizes[int(file.stem), name] = file.stat().st_size
+            with suppress(FileNotFoundError):
+                self._sizes[int(Path(name).stem), name] = packing.record_size(self._path / name)
+        packing.pack(self._path, last_iteration)  # what a kill left loose
         self._audit = RecordAudit(self._path, last_iteration)
 
     def marks(self) -> dict[str, dict[str, Any]]:
@@ -128,8 +130,17 @@ class Recorder:
         self._check()
         self._list(iteration)
         self._remove()
-        if self._budget and self._sums is not None:
-            self._doom(self._sums)
+        if self._sums is not None:
+            if self._budget:
+                self._doom(self._sums)
+            packing.pack(self._path, max((i for i, _ in self._sizes), default=-1) if iteration is None else iteration)
+
+    def pack(self, iteration: int) -> None:
+        """Packs the records up to `iteration` if a segment of them ends there; for runs that seldom save."""
+        if self._sums is not None and (iteration + 1) % packing.SEGMENT == 0:
+            self._queue.join()
+            self._check()
+            packing.pack(self._path, iteration)
 
     def close(self) -> None:
         """Writes the remaining values and ends the thread."""
@@ -148,7 +159,7 @@ class Recorder:
     def _list(self, iteration: int | None = None) -> None:
         due = sorted(file for file in self._written if iteration is None or file[0] <= iteration)
         if self._sums is not None and due:
-            self._sizes |= {(i, name): (self._path / name).stat().st_size for i, name in due}
+            self._sizes |= {(i, name): packing.record_size(self._path / name) for i, name in due}
             self._sums.write(
                 [{"iteration": i, "file": name, "sha256": self._written.pop((i, name))} for i, name in due]
             )
@@ -177,8 +188,7 @@ class Recorder:
             )
 
     def _remove(self) -> None:
-        for name in self._doomed:
-            (self._path / name).unlink(missing_ok=True)
+        packing.remove(self._path, self._doomed)
         self._doomed = []
 
     def _work(self) -> None:
@@ -224,8 +234,7 @@ class RecordAudit:
     def __init__(self, folder: Path, last_iteration: int) -> None:
         self._folder = folder
         self._sums = recorded_sums(folder)
-        there = {f"{p.parent.name}/{p.name}" for kind in ("parquet", "json") for p in folder.glob(f"*/*.{kind}")}
-        names = {n for n in there if Path(n).stem.isdecimal() and int(Path(n).stem) <= last_iteration}
+        names = {name for name in packing.recorded_files(folder) if int(Path(name).stem) <= last_iteration}
         unlisted = sorted(names - self._sums.keys())
         if unlisted:
             logger.warning(

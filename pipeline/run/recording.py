@@ -4,6 +4,7 @@ A row of a batch is a row of the table. A tensor is a column, a `Jagged` a list 
 strings a string column, a list of other JSON values a string column of JSON text, and named columns ("columns.returns")
 one list column each. Values of the whole batch, the class and the tensor types are in the schema's metadata under
 "creditgraph". pandas, DuckDB and `datasets` can read the files. record/checksums.jsonl has the SHA-256 of each file.
+Those of past iterations are in archives (`packing.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from creditgraph.pipeline.core.errors import DataError, RunError
 from creditgraph.pipeline.core.handles import Handle
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Payload, Weights
-from creditgraph.pipeline.run.checkpoint import checksum
 from creditgraph.pipeline.run.metrics import read_lines
+from creditgraph.pipeline.run.packing import open_parquet, record_checksum, recorded_files
 from creditgraph.pipeline.run.run_directory import CHECKSUMS, replacing
 
 logger = logging.getLogger("creditgraph")
@@ -117,7 +118,7 @@ def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
     problem = record_problem(file, recorded_sums(file.parent.parent))
     if problem:
         raise DataError(f"{file}: {problem}. Restore it from a copy, or remove it.")
-    with pq.ParquetFile(file) as open_file:
+    with open_parquet(file) as open_file:
         return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
 
@@ -149,7 +150,7 @@ def record_problem(file: Path, sums: Mapping[str, str]) -> str:
     if expected is None:
         return ""
     try:
-        same = checksum(file) == expected
+        same = record_checksum(file) == expected
     except FileNotFoundError:
         return f"missing, although {CHECKSUMS} lists it"
     except OSError as error:
@@ -162,9 +163,9 @@ def read_payload(path: Path) -> Any:
     try:
         table = read_table(path)
     except FileNotFoundError:
-        there = sorted(p.name for p in path.parent.glob("*.parquet")) if path.parent.exists() else []
+        there = [n for n in recorded_files(path.parent.parent) if Path(n).match(f"{path.parent.name}/*.parquet")]
         hint = (
-            f"recorded there: {there[0]} to {there[-1]}"
+            f"recorded there: {Path(there[0]).name} to {Path(there[-1]).name}"
             if there
             else "nothing is recorded there; check run.record.outputs"
         )
@@ -179,7 +180,8 @@ def read_payload(path: Path) -> Any:
 
 def recorded_iterations(run: Path, output: str) -> list[int]:
     """The iterations of which a run has recorded an output ("node.output")."""
-    return sorted(int(p.stem) for p in (run / "record" / output).glob("*.parquet") if p.stem.isdigit())
+    names = map(Path, recorded_files(run / "record"))
+    return sorted(int(name.stem) for name in names if name.parent.name == output and name.suffix == ".parquet")
 
 
 @cache

@@ -14,15 +14,12 @@ from creditgraph.pipeline.core.payloads import Weights
 from creditgraph.pipeline.core.settings import build_config
 from creditgraph.pipeline.core.sockets import Wire
 from creditgraph.pipeline.run import checkpoint
-from creditgraph.pipeline.run.compose.choices import read_yaml
-from creditgraph.pipeline.run.compose.experiment import build_experiment
+from creditgraph.pipeline.run.compose.experiment import build_experiment, settings_of_run
 from creditgraph.pipeline.run.compose.overrides import deep_merge
-from creditgraph.pipeline.run.compose.secrets import from_environment
 from creditgraph.pipeline.run.node_runner import NodeRunner, initial_value, set_origin
+from creditgraph.pipeline.run.packing import is_recorded
 from creditgraph.pipeline.run.recording import read_payload, recorded_iterations, recorded_sums
-from creditgraph.pipeline.run.run_directory import check_run
 from creditgraph.pipeline.run.session import GraphSession
-from creditgraph.pipeline.run.trust import check_trusted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +45,8 @@ class Replay(GraphSession):
     """
 
     def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
-        check_run(path)
-        config = path / "config.yaml"
-        values = read_yaml(config)
-        check_trusted(path, values)
-        values = from_environment(values, str(config))
-        super().__init__(build_experiment(deep_merge(values, dict(changes or {})), str(config)))
+        values = deep_merge(settings_of_run(path), dict(changes or {}))
+        super().__init__(build_experiment(values, str(path / "config.yaml")))
         self.path = path
 
     def again(
@@ -123,7 +116,7 @@ class Replay(GraphSession):
     def _recorded(self, node: str, output: str, iteration: int) -> Any:
         file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
         listed = f"{file.parent.name}/{file.name}" in recorded_sums(self.path / "record")  # reading it says it is lost
-        return set_origin(read_payload(file), f"{node}.{output}") if listed or file.exists() else None
+        return set_origin(read_payload(file), f"{node}.{output}") if listed or is_recorded(file) else None
 
     def _load_state(self, runner: NodeRunner, after: int) -> None:
         """Loads a component's state after an iteration, from the nearest checkpoint at or below it."""

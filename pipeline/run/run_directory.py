@@ -10,8 +10,6 @@ runs/<name>/
     lock             who is running
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -36,9 +36,6 @@ class RunSettings:
     20 times slower than one)"""
     overlap: bool = True
     """generate later iterations during learning where the wires allow it; the results are the same"""
-    timeout: float = 1800.0
-    """seconds a rank waits for the others in one exchange before the run ends; above the longest iteration of the
-    slowest rank"""
     check_memory: bool = True
     """on a GPU, refuse to start where learner and engine need more memory than it has by the layout plan, which counts
     rather too much"""
@@ -69,8 +66,6 @@ class RunSettings:
             raise ValueError(f"seed {self.seed}: expected 0 to 2**63 - 1.")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise SettingsError([f"device: expected auto, cpu, cuda or cuda:N, got '{self.device}'."])
-        if self.timeout <= 0:
-            raise ValueError(f"timeout {self.timeout}: expected seconds above 0.")
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> str:

@@ -1,7 +1,5 @@
 """Runs part of a graph outside a run; the base of replay, `creditgraph credit` and creditbench."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from types import TracebackType

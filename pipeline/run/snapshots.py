@@ -1,7 +1,5 @@
 """The states of nodes between the end of an iteration and the checkpoint that holds them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext

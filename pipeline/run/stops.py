@@ -1,7 +1,5 @@
 """The end of a run: signals, the last iteration that all lanes and ranks agree on, and the outcome."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

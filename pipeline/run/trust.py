@@ -5,8 +5,6 @@ anything. Those that this user's runs made here are listed outside of them, in t
 read without loading what does not belong to creditgraph or an installed plug-in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The values on the wires of a running graph, tagged with their iteration and shared by the two lanes."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence

@@ -3,6 +3,7 @@
 import json
 import time
 
+import numpy as np
 import pytest
 
 from creditgraph.pipeline.app.audit import contract
@@ -71,6 +72,79 @@ def test_a_declared_failure_exits_with_zero(tmp_path, capsys):
     assert code == 0
     assert "≈ other_groups" in out
     assert "declared on the command line" in out
+
+
+def test_a_file_of_known_failures_lets_only_new_ones_fail(tmp_path, capsys):
+    target = written(tmp_path, BATCH_MEAN)
+    known = tmp_path / "known.yaml"
+    known.write_text(
+        f"{target}:\n  other_groups: one baseline for all\n  uneven_groups: the same\n  reward_shift: the same\n"
+        "  monotone: mended last week\n'*': [copies]\n"
+    )
+    code, out, err = told(capsys, target, "--layer", "metamorphic", "--known", str(known))
+    assert code == 1
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("  ✗")] == ["no_signal"]
+    assert "one baseline for all" in out
+    assert f"{target}: monotone is listed as a known failure and passes now; remove it" in err
+    known.write_text(known.read_text().replace("monotone: mended last week", "no_signal: the same"))
+    code, _, err = told(capsys, target, "--layer", "metamorphic", "--known", str(known))
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "no such file"),
+        ("- other_groups\n", "expected target: {check: reason}, got list"),
+        ("a: other_groups\n", "a: expected {check: reason} or a list, got 'other_groups'"),
+        ("a: [other_group]\n", "no such check. Did you mean 'other_groups'?"),
+        ("a: [\n", "is no YAML"),
+    ],
+)
+def test_a_wrong_file_of_known_failures_gets_one_sentence(tmp_path, capsys, text, sentence):
+    known = tmp_path / "known.yaml"
+    if text is not None:
+        known.write_text(text)
+    code, _, err = told(capsys, written(tmp_path, GOOD), "--known", str(known))
+    assert code not in (0, 1)
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_test_of_ones_own_calls_the_audit(tmp_path):
+    from creditgraph.audit import check
+
+    assert {r.finding.verdict for r in check(written(tmp_path, GOOD))} <= {"pass", "not applicable"}
+
+    def credit(returns: np.ndarray, groups: np.ndarray):
+        return returns - returns.mean()
+
+    with pytest.raises(AssertionError, match=r"✗ other_groups(.|\n)*expected: Other prompts' rewards do not matter"):
+        check(credit, bind={"returns": "rewards"})
+    names = ["other_groups", "uneven_groups", "reward_shift", "no_signal"]
+    known = tmp_path / "known.yaml"
+    known.write_text(f"{__name__}:{credit.__qualname__}: [{', '.join(names[:2])}]\n")
+    results = check(credit, bind={"returns": "rewards"}, declare=names[2:], known=known)
+    assert {r.check.name for r in results if r.finding.verdict == "declared"} == set(names)
+
+
+def test_how_a_trainer_weights_micro_batches_is_declared(tmp_path, capsys):
+    body = (
+        "def advantage(logprobs, old_logprobs, advantages, mask):\n"
+        "    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()\n"
+        "    return -(ratio * advantages * mask).sum() / mask.sum()\n"
+    )
+    target = written(tmp_path, "import torch\n" + body)
+    code, out, _ = told(capsys, target, "--json")
+    found = {row["check"]: row for row in json.loads(out)}["loss_cut"]
+    assert (code, found["verdict"]) == (0, "pass")
+    assert "if they are weighted by their tokens" in found["message"]
+    code, out, _ = told(capsys, target, "--json", "--accumulate", "mean")
+    found = {row["check"]: row for row in json.loads(out)}["loss_cut"]
+    assert (code, found["verdict"]) == (1, "fail")
+    assert "they would have to be weighted by their tokens" in found["message"]
+    assert found["likely"] == "each micro-batch is divided by its own count, not by that of the whole batch"
+    assert found["example"]["batch"][1]["advantages"] == [-0.333] * 4
 
 
 def test_an_attribute_of_the_function_declares_too(tmp_path, capsys):

@@ -38,12 +38,12 @@ NOT_MADE = {
 CREDITOR = {"intervention": "expander"}  # the node of the credit, where it is not "advantage"
 DECLARED = {
     "cispo": {"loss_clip"},
-    "grpo_lambda": {"loss_chain"},
+    "grpo_lambda": {"loss_chain", "loss_lengths"},
     "gspo": {"loss_token_credit"},
     "ibpo": {"loss_token_credit"},
     "maxrl": {"monotone", "reward_shift"},
-    "p_trace": {"loss_chain"},
-    "s_trace": {"loss_chain"},
+    "p_trace": {"loss_chain", "loss_lengths"},
+    "s_trace": {"loss_chain", "loss_lengths"},
 }
 
 

@@ -8,7 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from creditgraph.pipeline.app.audit.audit import failures, run_checks
-from creditgraph.pipeline.app.audit.records import RECORDS, read_records
+from creditgraph.pipeline.app.audit.records import read_records
+from creditgraph.pipeline.app.audit.records_credit import CREDIT
+from creditgraph.pipeline.app.audit.records_tokens import RECORDS
 from creditgraph.pipeline.app.audit.targets import AuditError
 from creditgraph.pipeline.app.cli import main
 
@@ -78,7 +80,7 @@ def table(tmp_path, rows):
 
 
 def test_every_check_has_a_fault():
-    assert FAULTS.keys() == {check.name for check in RECORDS}
+    assert FAULTS.keys() == {check.name for check in CREDIT}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -91,7 +93,7 @@ def test_a_planted_fault_is_found(name, tmp_path):
 
 def test_right_records_pass(tmp_path):
     (records,) = read_records(table(tmp_path, right()), {})
-    results = run_checks(records, RECORDS)
+    results = run_checks(records, CREDIT)
     assert not failures(results)
     assert {r.check.name for r in results if r.finding.verdict == "not applicable"} == {"records_invalid"}
 
@@ -107,6 +109,32 @@ def test_columns_have_names(tmp_path, capsys):
     assert main(["audit", file, "--columns", "reward=points"]) == 0
     assert main(["audit", file, "--columns", "prize=points"]) not in (0, 1)
     assert "expected one of advantage, reward, group, mask, valid, turn" in capsys.readouterr().err
+
+
+def test_columns_may_be_given_with_commas_or_in_several_options(tmp_path, capsys):
+    rows = right()
+    names = {"points": "reward", "prompt": "group"}
+    rows.update({theirs: rows.pop(ours) for theirs, ours in names.items()})
+    file = str(table(tmp_path, rows))
+    assert main(["audit", file, "--columns", "reward=points,group=prompt"]) == 0
+    assert main(["audit", file, "--columns", "reward=points", "--columns", "group=prompt"]) == 0
+    assert main(["audit", file, "--columns", "reward=pionts,group=prompt"]) not in (0, 1)
+    assert "pionts is missing. Name them: --columns reward=COLUMN. Did you mean 'points'?" in capsys.readouterr().err
+
+
+def test_the_uid_of_verl_is_read_as_prompt_rollout_and_output(tmp_path):
+    rows = right()
+    rows["uid"] = [f"{group}_{i % 3}_0" for i, group in enumerate(rows.pop("group"))]
+    (records,) = read_records(table(tmp_path, rows), {})
+    results = run_checks(records, CREDIT)
+    assert not failures(results)
+    assert records.groups.tolist() == [0, 0, 0, 1, 1, 1]
+    assert "groups are their ids without the last 2 of the parts" in results[0].finding.message
+    rows["uid"] = list("abcdef")
+    rows["advantage"] = [[1.0] * 4] * 6
+    (records,) = read_records(table(tmp_path, rows), {})
+    found = {r.check.name: r.finding for r in run_checks(records, CREDIT)}
+    assert found["records_baseline"].message.startswith("not judged: each row has a group id of its own")
 
 
 def test_a_rollout_trace_of_lines(tmp_path):

@@ -71,6 +71,12 @@ def reinforce_with_ratio(logprobs, old_logprobs, advantages, mask):
     return mean(-weight * advantages * logprobs, mask)
 
 
+def cispo_with_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, beta: float = 0.1):
+    weight = (logprobs - old_logprobs).clamp(-20, 20).exp().clamp(max=5.0).detach()
+    gap = (ref_logprobs - logprobs).clamp(-20, 20)
+    return mean(-weight * advantages * logprobs + beta * (gap.exp() - gap - 1), mask)
+
+
 def reinforce(logprobs, advantages, mask):
     return mean(-advantages * logprobs, mask)
 
@@ -98,7 +104,7 @@ def test_wrong_losses_are_found_and_the_likely_fault_is_named(function):
 
 
 @pytest.mark.parametrize(
-    "function", [surrogate, two_bounds, cispo, reinforce_with_ratio, reinforce], ids=lambda f: f.__name__
+    "function", [surrogate, two_bounds, cispo, cispo_with_kl, reinforce_with_ratio, reinforce], ids=lambda f: f.__name__
 )
 def test_right_losses_pass(function):
     assert [(r.check.name, r.finding.message) for r in failures(of_loss(function))] == []

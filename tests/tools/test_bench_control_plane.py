@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stub_pools import route
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -39,3 +41,9 @@ def test_work_per_rank_is_constant_and_rank_0_takes_in_one_report_per_doubling(t
     assert eight["rank0_received"] < 3.5 * report
     assert eight["median_sent"] < 2 * report
     assert eight["total"] < 8 * 2 * report
+
+
+def test_leaders_share_servers_evenly_and_a_check_serves_as_many_as_there_are(tmp_path):
+    few, many = (route(n, n, prompts=2, group=16, seconds=7.0, folder=tmp_path) for n in (2, 8))
+    assert (few.fullest, many.fullest) == (1.0, 1.0)
+    assert 0 < many.checks < 3 * few.checks

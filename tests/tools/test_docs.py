@@ -91,7 +91,7 @@ def test_the_site_loads_nothing_from_elsewhere(site):
 @needs_mkdocs
 @pytest.mark.xdist_group("site")
 def test_graphs_are_pictures_and_every_page_is_in_the_menu(site):
-    gallery = (site / "gallery" / "index.html").read_text()
+    gallery = (site / "recipes" / "index.html").read_text()
     assert "flowchart" not in gallery
     assert "graphs/srpo.svg" in gallery
     front = (site / "index.html").read_text()

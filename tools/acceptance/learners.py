@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,17 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from acceptance.measure import Run
 from acceptance.models import QWEN2, QWEN3, Shape, batch_of, context_of, random_tokens, shape_of
 from creditgraph.components.learner.hf.learner import HFLearner
 from creditgraph.components.learner.learner import PolicyLearner
 from creditgraph.components.learner.packing.pack import pack
-from creditgraph.pipeline.core.component import Context
+from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.jagged import Jagged
 
 AIM = 0.45  # of the matmul rate measured in the same run
-SHARDING = "creditgraph.components.learner.hf.sharding"
 PROMPT = 16  # short, so that nearly every token is predicted and the count of operations is right
 
 
@@ -39,18 +37,15 @@ def build(run: Run, kind: str, shape: Shape, **settings: Any) -> PolicyLearner:
 
 def one_rank() -> type[PolicyLearner]:
     """learner.hf sharded over a single rank, which its settings do not ask for: one rank has all of it anyway."""
-    if importlib.util.find_spec(SHARDING) is None:
-        raise ModuleNotFoundError(f"no {SHARDING}", name="sharding in learner.hf")
-    from creditgraph.components.models.load import empty_causal_lm, resolve_model_path
-
-    sharding: Any = importlib.import_module(SHARDING)
+    from creditgraph.components.learner.hf.sharding import Sharding
+    from creditgraph.components.models.load import empty_causal_lm
 
     class OneRank(HFLearner):
-        def _load(self, context: Context) -> tuple[Any, Any]:
+        def load(self, context: Context, spec: ModelSpec, settings: Any) -> tuple[Any, tuple[Sharding, str]]:
             kind = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
             dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
-            over = sharding.Sharding(context.ranks, context.device, 1)
-            return empty_causal_lm(context.model), (over, resolve_model_path(context.model.path))
+            self.sharded = True
+            return empty_causal_lm(spec), (Sharding(context.ranks, context.device, 1), spec.path)
 
     return OneRank
 
@@ -111,6 +106,8 @@ def _mfu(run: Run, kind: str) -> None:
         budget = 256 if run.small else budget
         try:
             with alive(run, kind, shape, recompute=recompute, micro_batch_tokens=budget) as learner:
+                if kind == "fsdp":
+                    run.check(f"{shape.name}, {recompute}: every weight is a DTensor", _is_sharded(learner))
                 for length in (64, 128) if run.small else lengths:
                     share = _one(run, learner, shape, recompute, length, budget, rate)
                     key = (shape.name, length)
@@ -120,6 +117,11 @@ def _mfu(run: Run, kind: str) -> None:
         run.free()
     for (name, length), share in best.items():
         run.check(f"{name}, rows of {length}: MFU of the better recomputation", share, None if run.small else AIM, True)
+
+
+def _is_sharded(learner: Any) -> bool:
+    """Whether FSDP holds all weights, and nothing of it has fallen back to the plain learner."""
+    return all(isinstance(p, DTensor) for p in learner.model.causal_lm.parameters())
 
 
 def _one(

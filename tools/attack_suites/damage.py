@@ -11,12 +11,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from attack_suites import toy_runs
 from creditgraph.pipeline.core.errors import CreditgraphError
 from creditgraph.pipeline.core.streams import Stream
+from creditgraph.pipeline.run import packing
 from creditgraph.pipeline.run.checkpoint import manifest_checksum
 from creditgraph.pipeline.run.recording import read_payload
 
@@ -25,6 +27,7 @@ NEWEST = "checkpoints/000008"
 OLDER = "checkpoints/000005"
 RECORD = "record/score.rewards/000003.parquet"
 LIST = "record/checksums.jsonl"
+ARCHIVE = "record/000003-000005.zip"
 use = toy_runs.use
 
 Damage = Callable[[Path], None]
@@ -181,7 +184,7 @@ def cases() -> list[Case]:
             found.append(Case(f"{file}: {how}", _both(damage, file), "" if torn else Path(file).name, refused))
     for how, damage in FILE_DAMAGE.items():
         found.append(Case(f"record: {how}", _both(damage, RECORD), RECORD))
-    return found + _whole_checkpoints() + _others()
+    return found + _whole_checkpoints() + _others() + _archives()
 
 
 def _whole_checkpoints() -> list[Case]:
@@ -247,6 +250,23 @@ def _others() -> list[Case]:
         Case("lock: deleted", lambda p: (p / "lock").unlink(), ""),
         Case("lock: foreign content", lambda p: (p / "lock").write_bytes(b"\xff[[["), ""),
     ]
+
+
+def _archives() -> list[Case]:
+    """Damage to an archive of records."""
+
+    def packed(damage: Damage) -> Damage:
+        def of_archive(path: Path) -> None:
+            with patch.object(packing, "SEGMENT", toy_runs.SEGMENT):
+                packing.pack(path / "record", DONE)
+            damage(path / ARCHIVE)
+
+        return of_archive
+
+    lost = ("cut in half", "last byte cut", "empty", "zeros", "random bytes", "deleted", "a folder in its place")
+    named = dict.fromkeys((*lost, "a link to nothing"), RECORD) | {"bit in the middle flipped": "record/"}
+    cases = [Case(f"an archive of records: {name}", packed(FILE_DAMAGE[name]), said) for name, said in named.items()]
+    return [*cases, Case("an archive of records: undamaged", packed(lambda file: None), "")]
 
 
 def _gone(path: Path) -> None:

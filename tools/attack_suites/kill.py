@@ -53,7 +53,7 @@ def quick() -> list[Case]:
 
 def run(case: Case) -> tuple[bool, str]:
     path = toy_runs.FOLDER / f"kill-{case.number}"
-    whole = toy_runs.finished(toy_runs.ITERATIONS, case.delay)
+    whole = toy_runs.finished(toy_runs.ITERATIONS, case.delay, toy_runs.SEGMENT)
     full = _duration(case.delay)
     hits = 0
     for share in case.instants:
@@ -63,7 +63,7 @@ def run(case: Case) -> tuple[bool, str]:
         full /= 2
         hits += _killed(path, case, case.instants[0] * full)
     reached = sorted(p.name for p in (path / "checkpoints").glob("[0-9]*")) if path.exists() else []
-    toy_runs.toy.train(path, toy_runs.ITERATIONS, delay=case.delay, overlap=case.overlap)
+    toy_runs.toy.train(path, toy_runs.ITERATIONS, delay=case.delay, overlap=case.overlap, segment=toy_runs.SEGMENT)
     different = [
         name
         for name, read in (
@@ -98,7 +98,9 @@ def _server() -> subprocess.Popen:
 
 def _start(path: Path, delay: int, overlap: bool) -> int:
     server = _server()
-    server.stdin.write(json.dumps([str(path), toy_runs.ITERATIONS, delay, overlap, PAUSE, None]) + "\n")
+    server.stdin.write(
+        json.dumps([str(path), toy_runs.ITERATIONS, delay, overlap, PAUSE, None, toy_runs.SEGMENT]) + "\n"
+    )
     server.stdin.flush()
     return int(server.stdout.readline())
 

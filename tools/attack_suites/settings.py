@@ -27,15 +27,18 @@ class Case:
         sentence: expected sentence, "…" in it stands for any text.
         text: the file; "" for an override.
         starts: whether only the start of a run can notice it.
+        beside: whether a sound recipe of the same folder is composed, which the file must not hinder.
     """
 
     mistake: str
     sentence: str
     text: str = ""
     starts: bool = False
+    beside: bool = False
 
     def __str__(self) -> str:
-        return f"file {self.mistake}" if self.text else self.mistake
+        beside = "a sound recipe beside " if self.beside else ""
+        return f"{beside}file {self.mistake}" if self.text else self.mistake
 
 
 def use(folder: Path) -> None:
@@ -49,6 +52,7 @@ def cases() -> list[Case]:
     return [
         *(Case(mistake, sentence) for mistake, sentence in MISTAKES),
         *(Case(name, sentence, text=text) for name, (text, sentence) in FILES.items()),
+        *(Case(name, "", text=text, beside=True) for name, (text, _) in FILES.items()),
         *(Case(mistake, sentence, starts=True) for mistake, sentence in STARTS),
     ]
 
@@ -62,6 +66,8 @@ def run(case: Case) -> tuple[bool, str]:
     began = time.process_time()
     if case.text:
         problems = _refusal(case)
+        if case.beside:
+            return not problems, "; ".join(problems)[-300:] or "composed"
         sentence, one, left = "; ".join(problems), len(problems) == 1, []
     else:
         small = [*SMALL, "run.name=r"] if case.starts else SMALL[-1:]
@@ -87,12 +93,12 @@ def _refusal(case: Case) -> list[str]:
     from creditgraph.pipeline.app.sweep import build_all
     from creditgraph.pipeline.core.errors import CreditgraphError
 
-    # A folder of its own for each file: all files of a folder are checked, whichever is chosen.
     folder = FOLDER / f"file {case.mistake}"
     (folder / "recipe").mkdir(parents=True, exist_ok=True)
     (folder / "recipe" / f"{case.mistake}.yaml").write_text(f"# @package _global_\n{case.text}")
+    (folder / "recipe" / "sound.yaml").write_text("# @package _global_\ndefaults: [toy_grpo]\n")
     try:
-        build_all([[f"recipe={case.mistake}"]], [str(folder)])
+        build_all([[f"recipe={'sound' if case.beside else case.mistake}"]], [str(folder)])
     except CreditgraphError as error:
         return getattr(error, "problems", [str(error)])
     return []

@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "pipeline" / "toys" / "toy_graph.py"
 ITERATIONS = 11
+SEGMENT = 3  # iterations per archive of records
 TIMES = ("seconds/", "utilisation/")
 
 sys.path.insert(0, str(TOY.parent))
@@ -25,10 +26,10 @@ def use(folder: Path) -> None:
 
 
 @cache
-def finished(iterations: int, delay: int = 2) -> Path:
-    """The run directory of an undisturbed run without overlap."""
-    path = FOLDER / f"whole-{iterations}-{delay}"
-    toy.train(path, iterations, delay=delay, overlap=False)
+def finished(iterations: int, delay: int = 2, segment: int = 100) -> Path:
+    """The run directory of an undisturbed run without overlap; `segment` is the number of iterations per archive."""
+    path = FOLDER / f"whole-{iterations}-{delay}-{segment}"
+    toy.train(path, iterations, delay=delay, overlap=False, segment=segment)
     return path
 
 

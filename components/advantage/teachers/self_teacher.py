@@ -1,7 +1,5 @@
 """Credit from a self-teacher: the same policy with privileged context, read over the response (SDPO, RLSD)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Credit from a teacher with weights of its own (on-policy distillation)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

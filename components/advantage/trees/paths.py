@@ -1,7 +1,5 @@
 """Global and local advantage of tree nodes (TreeRL)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

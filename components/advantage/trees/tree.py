@@ -6,8 +6,6 @@ The *root*, above the first nodes, is the prompt: all rows of one group. A branc
 which is still a leaf with a reward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What advantages over turns share: the outcome of each episode against its group, and credit per turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

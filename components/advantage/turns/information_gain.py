@@ -1,7 +1,5 @@
 """How much a turn raises the likelihood of the reference answer, as its reward (IGPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Generalised advantage estimation over the turns of an episode."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turn rewards compared at the same turn of a group's episodes, and their outcomes (MT-GRPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

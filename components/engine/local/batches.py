@@ -1,7 +1,5 @@
 """Cuts rows into forward passes: ranges under a token budget, and padded rows of contexts with tokens to score."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

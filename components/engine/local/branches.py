@@ -1,7 +1,5 @@
 """Scoring many continuations of prefixes of the same sequence, with the sequence run once (tree attention)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The lean decoder's key-value cache: prompts once per group of rows, sampled tokens per row."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

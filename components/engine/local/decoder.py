@@ -1,7 +1,5 @@
 """The interface of a model for generation and scoring, and an implementation through transformers' own forward."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -28,7 +26,6 @@ class Decoder(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads new weights, complete and checked, by Hugging Face name."""
-        ...
 
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
         """Starts a batch of rows: runs each prompt once; returns the logits [B, V] of each row's next token.
@@ -38,27 +35,21 @@ class Decoder(Protocol):
             group: int64 [B], prompt of each row.
             room: most tokens that a row may still get.
         """
-        ...
 
     def step(self, tokens: Tensor) -> Tensor:
         """Appends one token per row [B]; returns the next logits [B, V]."""
-        ...
 
     def keep(self, index: Tensor) -> None:
         """Keeps the rows at `index` [B'], in its order; index[i] is i, or a row at B' or beyond that fills a hole."""
-        ...
 
     def release(self) -> None:
         """Frees the batch's cache."""
-        ...
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Last hidden states [B, T, C] of left-aligned rows [B, T], causal, without a cache."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [M, V] of hidden states [M, C]."""
-        ...
 
 
 def left_padded(rows: Jagged) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """`engine.local`: sampling and scoring in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from creditgraph.components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, EngineSettings, Outputs
+from creditgraph.components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, EngineSettings, Outputs, Serving
 from creditgraph.components.engine.local.branches import Branches, check_branches, score_branches
 from creditgraph.components.engine.local.cache import tokens_in_free_memory
 from creditgraph.components.engine.local.decoder import Decoder, TransformersDecoder
@@ -65,6 +63,11 @@ class LocalEngine(Engine):
                     raise ValueError(f"expected {name} ≥ {least}, got {getattr(self, name)}.")
 
     config: Config
+
+    @classmethod
+    def serving(cls, config: Any) -> Serving:
+        """A cache of the size that is set, else of what the learner leaves."""
+        return Serving(rows=config.max_rows, cache_tokens=config.max_batch_tokens, in_process=True)
 
     def setup(self, context: Context) -> None:
         """Loads tokenizer and model."""

@@ -11,8 +11,6 @@
 - Rows that leave are replaced by rows from the end; nothing else moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple

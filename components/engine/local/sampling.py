@@ -1,7 +1,5 @@
 """Drawing one token per row, with its log-prob and the entropy of the distribution it came from."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Teacher-forced log-probs and entropies of tokens given contexts, and their gradients with respect to the context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Addresses of servers, the file that lists them, free ports, and the GPUs of servers to be started."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

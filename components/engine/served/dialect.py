@@ -88,16 +88,13 @@ class Dialect(Protocol):
     @property
     def sockets(self) -> bool:
         """Whether its servers can listen on Unix sockets."""
-        ...
 
     def launch(self, port: int, identity: str) -> Launch:
         """Command and environment of a server that reports `identity` (its served model name) and refuses requests
         without its key; it listens on `port` of "{host}", or with 0 on the Unix socket "{scratch}/http"."""
-        ...
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
         """Whether the server responds. `identity` "" takes any; raises ServerError for another server there."""
-        ...
 
     async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """Samples one row and passes it to `take`; with `request.stream` in parts, until `take` needs no more.
@@ -107,47 +104,36 @@ class Dialect(Protocol):
         Returns:
             The label of the weights that sampled all tokens, or None when the server does not report it.
         """
-        ...
 
     async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
         """Teacher-forced log-probs."""
-        ...
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
         """Pauses sampling: "finish" returns when running requests have ended, "abort" ends them with that reason."""
-        ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
         """Resumes sampling after `pause`; does nothing without one."""
-        ...
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
         """Gives the memory of weights and cache back, without requests running; ServerError if it has freed none."""
-        ...
 
     async def wake(self, client: httpx.AsyncClient, weights: bool) -> None:
         """Takes memory back after `sleep`: for the weights, which are loaded next, then (False) for all else."""
-        ...
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
         """Loads the weights into a paused server, drops its caches, and sets the label that responses carry."""
-        ...
 
     async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
         """Label (None: none was set) and checksum (None: unknown) of the weights that the server holds."""
-        ...
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
         """A number that grows while the server samples (tokens so far), or None if it reports none."""
-        ...
 
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
         """Ends these requests, if they are running."""
-        ...
 
     def close(self) -> None:
         """Releases the resources that this process holds for the servers."""
-        ...
 
 
 def as_arguments(options: Mapping[str, Any], negate: bool = False) -> list[str]:

@@ -63,7 +63,7 @@ class Launched:
     starts: int = 0
     process: ServerProcess | None = None
     client: httpx.AsyncClient = field(init=False)
-    _lanes: list[httpx.AsyncClient] = field(default_factory=list)
+    _lanes: dict[int, httpx.AsyncClient] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.client = new_client(self.address)
@@ -124,13 +124,20 @@ class Launched:
     async def connect(self) -> None:
         """Connects to its address."""
         await self.disconnect()
-        lanes = -(-self.settings.max_in_flight // LANE_REQUESTS)
-        self.client, *self._lanes = (new_client(self.address) for _ in range(1 + lanes))
+        self.client = new_client(self.address)
+
+    def lane(self, number: int) -> httpx.AsyncClient:
+        """A client for the request of some number, made when it is needed: most processes use few of many servers."""
+        lane = number % -(-self.settings.max_in_flight // LANE_REQUESTS)
+        if lane not in self._lanes:
+            self._lanes[lane] = new_client(self.address)
+        return self._lanes[lane]
 
     async def disconnect(self) -> None:
         """Closes its connections."""
-        for client in (self.client, *self._lanes):
+        for client in (self.client, *self._lanes.values()):
             await client.aclose()
+        self._lanes.clear()
 
     async def _until_ready(self, waiting: Waiting) -> str:
         """Waits for the server; returns "", or the reason why the process ended if another start may help."""

@@ -1,8 +1,8 @@
 """A pool of inference servers: routing, back-pressure, retries elsewhere, weight updates.
 
 A prompt goes to one server, so that its group shares the prefix cache there, as long as that server is not much busier
-than another. Only valid responses count: a server that fails, hangs or returns nonsense causes retries, and no row is
-lost. A server gets requests only while it holds the newest weights of the pool.
+than others (see `Ring`). Only valid responses count: a server that fails, hangs or returns nonsense causes retries, and
+no row is lost. A server gets requests only while it holds the newest weights of the pool.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from creditgraph.components.engine.messages import (
 )
 from creditgraph.components.engine.served.addresses import Address, with_keys, write_rendezvous
 from creditgraph.components.engine.served.dialect import Dialect, RefusedError, ServerError, failures, result_of
+from creditgraph.components.engine.served.ring import Ring
 from creditgraph.components.engine.served.server import Interrupted, Server
 from creditgraph.components.engine.served.settings import PoolSettings
 from creditgraph.components.engine.served.tasks import Feed, Reset, Task, sampling, scoring
@@ -34,7 +35,6 @@ from creditgraph.pipeline.core.ranks import same_device
 
 T = TypeVar("T")
 _AnyRequest = RowRequest | ScoreRequest
-_SPILL = 16  # requests by which a prompt's server may exceed twice another's before the prompt goes there too
 _MAX_THREADS = 512  # in which rows get their next requests; more rows than that wait for each other
 _TICK_SECONDS = 0.5
 
@@ -55,6 +55,7 @@ class ServerPool:
         remove: folders that are removed when this process is gone, however it ended (weight files).
         rendezvous: name of the file with the addresses of servers that are started here.
         may_start: whether the devices are free for a server to start; it waits until they are.
+        replica, replicas: number of this process, and how many share the servers.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class ServerPool:
         remove: Sequence[Path] = (),
         rendezvous: str = "engines.json",
         may_start: Callable[[], bool] = lambda: True,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         self.settings = settings
         self.place = place
@@ -85,6 +88,7 @@ class ServerPool:
                 address=address,
                 own=not address.url,
                 may_start=lambda: not self._resting and may_start(),
+                sharers=-(-replicas // len(addresses)),
             )
             for n, address in enumerate(with_keys(addresses))
         ]
@@ -95,7 +99,7 @@ class ServerPool:
         self._update: Update | None = None
         self._resting = False  # from `sleep` to the next update no server may start
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._homes: dict[int, Server] = {}  # by group, until the weights change
+        self._ring = Ring(self.servers, replica, replicas)
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         # Broadcasts run in threads of the loop.
@@ -224,7 +228,7 @@ class ServerPool:
     async def _update_all(self, update: Update) -> None:
         begin = time.perf_counter()
         self._update = update
-        self._homes.clear()
+        self._ring.clear()
         self._resting = False
         self.updates = []
         usable = [server for server in self.servers if server.state in ("starting", "ready", "updating", "asleep")]
@@ -321,19 +325,13 @@ class ServerPool:
     # Routing
 
     async def _choose(self, group: int, avoid: Sequence[Server]) -> Server:
-        """A server with room: the prompt's own, if that is not much busier than the least busy one."""
+        """A server with room."""
         while True:
             ready = [server for server in self.servers if server.state == "ready"]
             if ready:
                 candidates = [server for server in ready if server not in avoid] or ready
-                least = min(candidates, key=lambda server: server.outstanding)
-                home = self._homes.get(group)
-                if home is None or home not in candidates:
-                    self._homes[group] = home = least
-                chosen = home if home.outstanding <= 2 * least.outstanding + _SPILL else least
-                for server in (chosen, least):
-                    if server.outstanding < self.settings.max_in_flight:
-                        return server
+                if chosen := self._ring.choose(group, candidates, self.settings.max_in_flight):
+                    return chosen
             else:
                 self._check_lost()
             await self._changed()

@@ -1,7 +1,5 @@
 """A server process started by this process: its log, its exit status, and the guard that ends it with the run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

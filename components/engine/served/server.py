@@ -59,11 +59,13 @@ class Server(Launched):
     Attributes:
         current: returns the update that the server must hold before it gets requests, or None before the first one.
         changed: called after every change of state.
+        sharers: processes of this run that send requests to it at a time, about.
         difference: largest difference in the last probe [nats].
     """
 
     current: Callable[[], Update | None]
     changed: Callable[[], None]
+    sharers: int = 1
     state: State = "starting"
     label: str | None = None
     difference: float = 0.0
@@ -190,7 +192,7 @@ class Server(Launched):
         """One request; raises Interrupted when the server is taken out meanwhile."""
         self._count += 1
         request_id = f"{self.address.identity or 'creditgraph'}-{self._count}-{time.monotonic_ns()}"
-        task = asyncio.create_task(send(self._lanes[self._count % len(self._lanes)], request_id))
+        task = asyncio.create_task(send(self.lane(self._count), request_id))
         self.running[request_id] = task
         try:
             await asyncio.wait((task,))
@@ -269,13 +271,17 @@ class Server(Launched):
                 wait = min(wait * 2, RETRY_SECONDS)
 
     async def _check_health(self) -> None:
-        """Takes the server out if its process ends, its health checks fail, or it makes no progress."""
+        """Takes the server out if its process ends, its health checks fail, or it makes no progress.
+
+        A server elsewhere is checked while this process has requests there, and less often the more processes do. So
+        however many share the servers of a run, each gets about one check in two seconds.
+        """
         healthy = moved = time.monotonic()
         last_progress = -1.0
-        interval = min(2.0, self.settings.hang_seconds / 4)
+        interval = min(2.0 * self.sharers, self.settings.hang_seconds / 4)
         while self.state != "gone":
             await asyncio.sleep(interval)
-            if self.state not in ("ready", "updating", "asleep"):
+            if self.state not in ("ready", "updating", "asleep") or not (self.own or self.running):
                 healthy = moved = time.monotonic()
                 continue
             if self.process is not None and not self.process.running:
@@ -283,13 +289,15 @@ class Server(Launched):
                 continue
             try:
                 async with asyncio.timeout(min(CHECK_SECONDS, self.settings.hang_seconds)):
-                    if await self.dialect.ready(self.client, self.address.identity):
-                        healthy = time.monotonic()
+                    progress = None
                     if self.running and self.state == "ready":
                         progress = await self.dialect.progress(self.client)
-                        if progress is not None and progress != last_progress:
-                            last_progress = progress
-                            moved = time.monotonic()
+                    # A count of tokens is a sign of life too.
+                    if progress is not None or await self.dialect.ready(self.client, self.address.identity):
+                        healthy = time.monotonic()
+                    if progress is not None and progress != last_progress:
+                        last_progress = progress
+                        moved = time.monotonic()
             except _faults() as error:
                 self.reason = describe(error)
             now = time.monotonic()

@@ -66,6 +66,8 @@ class Servers:
             [self.channel.folder, *([folder] if self._scratch else [])],
             f"engines.{ranks.replica}.json" if ranks.replica else "engines.json",
             may_start=lambda: not context.slots.learning,
+            replica=ranks.replica if self._shared else 0,
+            replicas=ranks.num_replicas if self._shared else 1,
         )
         kind = settings.channel.kind
         self._links = Links(device, pool.update_seconds) if kind == "broadcast" else None

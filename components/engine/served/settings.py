@@ -1,7 +1,5 @@
 """Settings of engines whose model may run in servers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

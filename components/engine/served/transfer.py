@@ -1,7 +1,5 @@
 """Streams new weights from a learner to servers, in buckets, to all of them at once; nothing is written to disk."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

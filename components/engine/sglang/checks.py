@@ -1,7 +1,5 @@
 """Checks by hash that an SGLang server holds the weights of some files, with `/weights_checker` (SGLang 0.5.23)."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Settings of `engine.sglang`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from creditgraph.components.engine.channel import PLACE

@@ -4,8 +4,6 @@ SGLang takes a key as an argument only, and every user of a host sees arguments.
 SGLang's environment has no other package of this project.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

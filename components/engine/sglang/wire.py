@@ -4,8 +4,6 @@ tests/components/engine/sglang/test_contract.py compares every body made here wi
 package.
 """
 
-from __future__ import annotations
-
 import base64
 import inspect
 import io

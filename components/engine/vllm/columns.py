@@ -1,7 +1,5 @@
 """Columns of numbers in JSON: base64 of little-endian 32-bit values, which takes nanoseconds per value to read."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Mapping, Sequence

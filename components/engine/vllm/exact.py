@@ -13,8 +13,6 @@ hits before it. vLLM's own `prompt_logprob_token_ids` would be another way, but 
 temperatures than 1, and drops the scores of a row whose cached part goes beyond `prompt_logprob_start`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence

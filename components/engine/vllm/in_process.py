@@ -1,7 +1,5 @@
 """vLLM's offline engine in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -4,8 +4,6 @@ vLLM's own key protects only paths that begin with /v1, /v2, /inference and /coh
 mode (/collective_rpc, /pause, /update_weights, /sleep, …), by which weights are loaded.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Awaitable, Callable

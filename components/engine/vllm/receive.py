@@ -5,8 +5,6 @@ weight_transfer`): they reload layer by layer between `initialize_layerwise_relo
 vLLM's engines need NCCL; here the group may be gloo's too, and a checksum of what has arrived is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

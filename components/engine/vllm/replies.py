@@ -1,7 +1,5 @@
 """Reads a vLLM server's replies to `creditgraph.components.engine.vllm.route`; every field that is used is checked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Set
 from typing import Any

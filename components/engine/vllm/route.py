@@ -10,8 +10,6 @@ vLLM's own /inference/v1/generate sends some 150 bytes of JSON per token; here i
 - `versions`: labels of the weights that sampled, in the last part.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ vLLM reads no prefix cache for a request that wants log-probs of its prompt, bec
 have no hidden states. Of ours only the last positions are scored: those before may come from the cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 FIRST = "creditgraph_first"  # in a request's `extra_args`: the position whose next token is the first to score

@@ -7,8 +7,6 @@ vLLM spawns engine core and worker on CPUs, and each imports everything again: 4
 kept.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import runpy

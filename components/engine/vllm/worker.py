@@ -1,7 +1,5 @@
 """Code that runs in vLLM's workers: it installs `creditgraph.components.engine.vllm.exact`, and loads new weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar

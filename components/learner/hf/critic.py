@@ -1,7 +1,5 @@
 """`value.critic`: a value head on the policy's architecture, trained as `learner.hf` trains a policy."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads parts of a model's tensors from its safetensors files, as transformers names and joins them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial

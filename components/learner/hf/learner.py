@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.components.learner.backend import Backend, LossOf
 from creditgraph.components.learner.head import plan_head
 from creditgraph.components.learner.hf.model import LearnerModel
 from creditgraph.components.learner.hf.node import HFNode
@@ -18,7 +19,6 @@ from creditgraph.components.learner.hf.sharding import Sharding
 from creditgraph.components.learner.learner import PolicyLearner
 from creditgraph.components.learner.optimizer import Optimizer, Update
 from creditgraph.components.learner.packing.pack import PackedBatch, filler
-from creditgraph.components.learner.step import Backend, LossOf
 from creditgraph.pipeline.core.component import Context, ModelSpec, identity_sum
 from creditgraph.pipeline.core.errors import not_installed
 from creditgraph.pipeline.core.jagged import Jagged
@@ -32,7 +32,7 @@ class HFLearner(HFNode, PolicyLearner):
     denominators are counted over the whole mini-batch, so the gradient does not depend on `micro_batch_tokens`. Steps
     without any credit, and steps with a non-finite loss or gradient, change no weight and are counted.
 
-    With several replicas each keeps the rows that it made, fetches and computes its part of every mini-batch (prompts
+    With several replicas each keeps the rows that it made, fetches and computes its part of every mini-batch (rows
     spread by token count), and gradients are summed; all make the same steps. They may share one model, of which each
     holds a shard (`fsdp_size`).
     """

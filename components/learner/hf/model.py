@@ -1,7 +1,5 @@
 """A transformers causal LM as the learner uses it: packed log-probs, LoRA, a frozen reference, published weights."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -5,8 +5,6 @@ layer computes, its ranks gather it; afterwards they free it. So all ranks must 
 each of them has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ The attention itself is that of `packing/attention.py`, so packed batches mean t
 This module passes its layout through megatron-core, and shards it over context-parallel ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The backend of `learner.megatron`: this rank's part of a model, and megatron-core's optimiser of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.components.learner.backend import Backend, LossOf
 from creditgraph.components.learner.head import plan_head
 from creditgraph.components.learner.megatron.checkpoint import ShardWriter, load_shards, save_shards
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
@@ -32,7 +31,6 @@ from creditgraph.components.learner.objective import Meters
 from creditgraph.components.learner.optimizer import Update
 from creditgraph.components.learner.packing.flash import check_fast, obstacle
 from creditgraph.components.learner.packing.pack import PackedBatch
-from creditgraph.components.learner.step import Backend, LossOf
 from creditgraph.components.models.load import check_context, load_config, resolve_model_path
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.jagged import Jagged

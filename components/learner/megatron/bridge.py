@@ -5,8 +5,6 @@ TransformerEngine and CUDA, read `rope_theta` where transformers 5 has `rope_par
 read its file, and write the weight tying of one model into a table shared by all.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ the distributed optimizer: state that exists before loading, loading without its
 per parameter.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from pathlib import Path

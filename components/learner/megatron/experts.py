@@ -5,8 +5,6 @@ each of `expert_parallel` neighbours holds whole experts, and tokens travel to t
 experts may be spread over the ranks of one replica, over several replicas, or both.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

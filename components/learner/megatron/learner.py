@@ -17,6 +17,8 @@ from creditgraph.pipeline.core.errors import RunError, not_installed
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Weights
 
+SOCKETS_PER_RANK = 13  # to each other rank
+
 
 class MegatronLearner(PolicyLearner):
     """The training step of `learner.hf` on a model sharded over ranks: the same losses, gradients and metrics.
@@ -43,6 +45,11 @@ class MegatronLearner(PolicyLearner):
     def ranks_per_replica(cls, config: Any) -> int:
         """Ranks that hold one copy of the model."""
         return int(config.model_size)
+
+    @classmethod
+    def files(cls, config: Any, world: int) -> int:
+        """Sockets of megatron-core's groups; counted on gloo, where `expert_parallel` has most."""
+        return SOCKETS_PER_RANK * (world - 1)
 
     @classmethod
     def environment(cls, config: Any) -> dict[str, str]:

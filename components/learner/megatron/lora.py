@@ -5,8 +5,6 @@ layer of its own in Hugging Face. Of a column parallel matrix every rank has A, 
 its columns of A, and B. Only rank-wide activations are exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ and, as the distributed optimizer, shards main weights and moments over them. By
 (its multipliers act only through its own scheduler) and take a step on a NaN; this class prevents both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

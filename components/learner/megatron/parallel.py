@@ -1,7 +1,5 @@
 """Checks that a model fits a layout, and makes megatron-core's process groups for it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -6,8 +6,6 @@ size and is filled up with one-token micro-batches of weight zero, and so is a r
 one with which it shares experts.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

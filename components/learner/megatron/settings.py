@@ -1,7 +1,5 @@
 """Settings of `learner.megatron`. Importing this file imports no megatron."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase

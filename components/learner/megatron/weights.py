@@ -3,8 +3,6 @@
 A rank reads the tensors of its stage, one at a time, and keeps its shard; export gathers one parameter at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`cispo`: a clipped importance weight without a gradient of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

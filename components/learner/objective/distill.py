@@ -1,7 +1,5 @@
 """`distill`: the reverse KL divergence to a teacher, on sampled tokens or over the teacher's most likely ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ tokens. With fewer than k tokens of positive entropy τ is 0, and all tokens wou
 of entropy 0 are therefore left out; metric `high_entropy_ties` counts them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """`gspo` and `gspo_gated`: one ratio per trajectory, at each of its trained tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

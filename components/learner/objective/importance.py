@@ -10,8 +10,6 @@ Weights carry no gradient. Truncation is Ionides (2008); the sequence form is th
 definition.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ negative. As losses they differ: the gradient of k1 has mean zero on-policy (it 
 unbiased gradient of the KL, k3's is (1 − e^{−d})∇log π_θ, that of the reverse direction.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

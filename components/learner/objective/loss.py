@@ -11,8 +11,6 @@ Aggregation does not depend on how the batch was cut. With trained-token mask m,
 here from numbers per row, which every rank has. A row with T_i = 0 adds nothing to the numerator and counts in B.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """`ppo_clip`: one ratio per token with PPO's clip, the objective of GRPO and its relatives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Shared code of the ratio objectives: clip settings, a safe exponential, the clipped surrogate and its metrics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

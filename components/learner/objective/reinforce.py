@@ -1,7 +1,5 @@
 """`reinforce`: the plain policy gradient."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from creditgraph.components.learner.objective.base import LossInputs, Objective

@@ -1,7 +1,5 @@
 """Settings of a learner's loss, and the names of the shipped objectives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 

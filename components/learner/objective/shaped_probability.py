@@ -1,7 +1,5 @@
 """`shaped_probability`: probabilities instead of ratios on chosen tokens, the objective of Critique-GRPO."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,9 +4,6 @@ Weights (d = γλ per token; k, t count from 1 at the first trained token of a t
 
     recent         d^{t−k}                    GRPO-λ (2510.00194), second-hand (public ports)
     both           max(d^{t−k}, d^{k−1})      GRPO-λ, second-hand (public ports), reported better than recent
-    weight_floor   max(d^{t−k}, floor)        our reading of a port that takes ε as a floor of the weights
-    uniform        1/T for all t and k        GSPO (2507.18071): with clip "traced" it is `gspo`; T counts trained
-                                              tokens of the trace, d is not used
 
 Where the clip acts (`clip`), in terms J_t of token t:
 
@@ -15,22 +12,18 @@ Where the clip acts (`clip`), in terms J_t of token t:
                    e_t = exp(Σ_{k<t} w l_k)
     inside         R_t A with every l_k clipped to                our own, as V-trace does it
                    [log(1−ε_lo), log(1+ε_hi)] first
-    normalised     min(R A, clip(R) A), log R_t = Σ w l_k / Σ w   our own; d = 1 gives running means: GSPO's ratio at
-                                                                  the last token alone
-    eps_weight     W_t·min(ρ_t A, clip(ρ_t) A),                   our reading of the ε-weight that reviews name
-                   W_k = Σ_{t≥k} w(t,k)
 
 P-trace and S-trace are our reading; the paper's body was not available to us. Ours is one reading of "partial
 trust-region preservation": the trust region holds on the current ratio, history enters as a decayed importance weight.
 λ = 0 gives `ppo_clip` in every placement but `inside`. S-trace uses m^H_t·l_t instead of l_t in the history, m^H the
 mask of high entropy. A·d^{T−t}, decay from the end, is a different method.
 
-Gradient of history (`history`). The derivative of Σ_t J_t of `current` with respect to l_k, for ρ_k inside the clip, is
+Gradient of history. The derivative of Σ_t J_t of `current` with respect to l_k, for ρ_k inside the clip, is
 
     C_k = e_k ρ_k A_k + Σ_{t>k} w(t,k) J_t,     at ratio 1:  C_k = A_k + Σ_{t>k} w(t,k) A_t.
 
-The clip acts on the first term only, and e_t grows like a product of ratios: a clipped token still moves through every
-later J_t ("differentiated"). "gated", the default of `current`, keeps what makes the trace and adds the trust region:
+The clip acts on the first term only, and e_t grows like a product of ratios: a clipped token would still move through
+every later J_t. So `current` has gates, which keep what makes the trace and add the trust region:
 
     C_k = 1[k inside for A_k]·ē_k ρ_k A_k + Σ_{t>k} w(t,k)·1[k inside for A_t]·ē_t clip(ρ_t) A_t,
     k inside for A:  ρ_k ≤ 1 + ε_hi if A > 0,  ρ_k ≥ 1 − ε_lo if A < 0;     ē_t = min(e_t, max_weight).
@@ -39,13 +32,10 @@ Each push on token k obeys PPO's rule: none drives a ratio further out of the cl
 gradient at all where advantages have one sign in a row. At ratio 1, and wherever all ratios are inside the clip and
 e_t ≤ max_weight, both forms have the same gradient. To the token's own term the trace adds at most
 max_weight·(1 + ε_hi)·Σ_{t>k} w(t,k)|A_t|. The value is Σ_t ē_t min(ρ_t A, clip(ρ_t) A): gates act on gradients alone.
-With "stop_gradient" only l_t itself carries a gradient, and no credit reaches earlier tokens.
 
 Distance: tokens inside a response that are not trained on (an inserted text, say) take no part in a trace but count in
-t − k, so that they let it decay. `distance: trained` counts trained tokens alone, as if the others were cut out.
+t − k, so that they let it decay.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -55,7 +45,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.components.learner.objective.base import LossInputs, Objective
-from creditgraph.components.learner.objective.decay.trace_sum import Style, trace_sum
+from creditgraph.components.learner.objective.decay import Style, trace_sum
 from creditgraph.components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
 from creditgraph.components.learner.objective.meters import AllSum, Meters
 from creditgraph.components.learner.objective.ratio import (
@@ -63,7 +53,6 @@ from creditgraph.components.learner.objective.ratio import (
     Clip,
     clip_flags,
     clip_meters,
-    mean_log_ratio,
     ratio_meters,
     safe_exp,
     surrogate,
@@ -73,8 +62,6 @@ from creditgraph.pipeline.core.metric import Metric
 
 SCALE = "trace_scale"
 """column: C_k / A on-policy, the factor by which the trace scales ∇log π(y_k)"""
-MEAN_SCALE = "trace_mean_scale"
-"""column: the mean of SCALE over the trained tokens of the batch, the same number everywhere"""
 START = "trace_start"
 """column: place of the row's first trained token, the same number in the whole row"""
 
@@ -106,23 +93,11 @@ class Trace(Objective):
         decay: float = 0.99
         """d = γλ, per token; 0 is `ppo_clip`"""
         style: Style = "recent"
-        """weights of past tokens, see the top of `trace.py`; "uniform", with clip "traced" only, is `gspo`"""
-        floor: float = 0.0
-        """smallest weight, of style "weight_floor" only"""
-        clip: Literal["traced", "current", "inside", "normalised", "eps_weight"] = "traced"
+        """weights of past tokens, see the top of `trace.py`"""
+        clip: Literal["traced", "current", "inside"] = "traced"
         """what the clip acts on: "traced" is GRPO-λ, "current" is P-trace (and S-trace)"""
-        distance: Literal["all", "trained"] = "all"
-        """tokens that count in t − k: all after the first trained one, also those that are not trained on, or trained
-        ones alone"""
-        history: Literal["gated", "differentiated", "stop_gradient"] | None = None
-        """gradient of past tokens through later terms: within the clip only, always, or never. null is "gated" with
-        clip "current", the only one that has it, and "differentiated" with the others. "differentiated" has no trust
-        region with clip "current": clipped tokens still get a gradient"""
         max_weight: float = 2.0
-        """largest weight e_t of the tokens before, with clip "current" and history "gated" or "stop_gradient" """
-        normalise: bool = False
-        """divide the loss by the mean gradient scale of the batch, so that learning rates compare with those of
-        `ppo_clip`"""
+        """largest weight e_t of the tokens before, with clip "current" """
         min_advantage: float | None = None
         """lower bound of advantages (GRPO-λ uses −0.1); null is none"""
 
@@ -130,56 +105,27 @@ class Trace(Objective):
             super().__post_init__()
             if not 0 <= self.decay <= 1:
                 raise ValueError(f"expected decay = γλ with 0 ≤ decay ≤ 1, got {self.decay}.")
-            if not 0 <= self.floor <= 1 or (self.floor > 0) != (self.style == "weight_floor"):
-                raise ValueError(
-                    "expected 0 < floor ≤ 1 with style 'weight_floor' and floor 0 with the others, got floor "
-                    f"{self.floor} with style '{self.style}'."
-                )
-            if self.history == "gated" and self.clip != "current":
-                raise ValueError(
-                    f"history 'gated' with clip '{self.clip}': only clip 'current' lets history past the clip; set "
-                    "history: differentiated, or clip: current."
-                )
-            if self.style == "uniform" and (self.clip, self.gradient) != ("traced", "differentiated"):
-                raise ValueError(
-                    "style 'uniform' is one ratio of the sequence and has no tokens before t; expected clip 'traced' "
-                    f"and history 'differentiated', got clip '{self.clip}' and history '{self.history}'."
-                )
             if not self.max_weight >= 1:
                 raise ValueError(f"expected max_weight ≥ 1, the weight on-policy, got {self.max_weight}.")
-
-        @property
-        def gradient(self) -> str:
-            """`history`, or what null stands for."""
-            return self.history or ("gated" if self.clip == "current" else "differentiated")
 
     config: Config
 
     def prepare(self, inputs: LossInputs, all_sum: AllSum) -> LossInputs:
         """Adds the columns above, SCALE from the gradient at log ratios of 0."""
         mask = inputs.mask
-        if self.config.style == "both" and self.config.distance == "all":
+        if self.config.style == "both":
             inputs = inputs.with_columns(**{START: mask.spread(_first_trained(mask))})
         with torch.enable_grad():
             leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
             log_ratio = mask.with_values(torch.where(mask.values, leaf, 0.0))
-            if self.config.clip == "eps_weight":
-                total = self._sum(_in_trace(log_ratio, inputs), inputs)
-            elif self.config.clip == "current":
+            if self.config.clip == "current":
                 # The entropy mask does not act on the current ratio.
-                total = self._past(log_ratio, inputs, detached=self.config.gradient == "stop_gradient")
-                total = total + log_ratio.values
+                total = self._sum(log_ratio, inputs, past_only=True) + log_ratio.values
             else:
-                total = self._traced_ratio(log_ratio, inputs)
+                total = self._sum(log_ratio, inputs)
             (scale,) = torch.autograd.grad(torch.where(mask.values, total, 0.0).sum(), leaf)
         scale = torch.where(mask.values, scale, 0.0)
-        total, count = all_sum(torch.stack([scale.double().sum(), mask.values.sum().double()]))
-        mean = float(total / count.clamp(min=1))
-        inputs = inputs.with_columns(**{SCALE: mask.with_values(scale)})
-        if self.config.normalise:
-            mean_scale = torch.full_like(scale, mean if mean > 0 else 1.0)
-            inputs = inputs.with_columns(**{MEAN_SCALE: mask.with_values(mean_scale)})
-        return inputs
+        return inputs.with_columns(**{SCALE: mask.with_values(scale)})
 
     def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
         """Loss per token."""
@@ -197,8 +143,6 @@ class Trace(Objective):
             stopped = _without_gradient(loss, log_ratio, inputs)
         clip_meters({name: flag & stopped for name, flag in flags.items()}, mask, meters)
         meters.share("clipped_terms", torch.stack(list(flags.values())).any(0), mask)
-        if self.config.normalise:
-            loss = loss / inputs.columns[MEAN_SCALE].values
         return loss
 
     def _placed(
@@ -211,89 +155,55 @@ class Trace(Objective):
             low = math.log(max(1 - config.clip_low, 1e-8))
             high = math.log(1 + config.clip_high)
             clipped = log_ratio.with_values(log_ratio.values.clamp(low, high))
-            ratio = safe_exp(self._traced_ratio(clipped, inputs), mask, meters)
+            ratio = safe_exp(self._sum(clipped, inputs), mask, meters)
             ratio_meters(ratio, mask, meters)
             flags = {"clip_fraction_low": log_ratio.values < low, "clip_fraction_high": log_ratio.values > high}
             return -ratio * advantage, flags
-        if config.clip in ("traced", "normalised"):
-            ratio = safe_exp(self._traced_ratio(log_ratio, inputs), mask, meters)
-        else:
-            ratio = safe_exp(log_ratio.values, mask, meters)
+        traced = self._sum(log_ratio, inputs) if config.clip == "traced" else log_ratio.values
+        ratio = safe_exp(traced, mask, meters)
         ratio_meters(ratio, mask, meters)
         flags = clip_flags(ratio, advantage, config)
         loss = surrogate(ratio, advantage, config)
         if config.clip == "current":
             loss = self._weighted(loss, log_ratio, ratio.detach(), advantage, inputs, meters)
-        if config.clip == "eps_weight":
-            loss = loss * inputs.columns[SCALE].values
         return loss, flags
 
     def _weighted(
         self, loss: Tensor, log_ratio: Jagged, ratio: Tensor, advantage: Tensor, inputs: LossInputs, meters: Meters
     ) -> Tensor:
-        """The clipped loss of each token times the weight e_t of the tokens before it."""
+        """The clipped loss of each token times the weight ē_t of the tokens before it, and the gated terms."""
         config = self.config
         mask = inputs.mask.values
-        differentiated = config.gradient == "differentiated"
-        weight = safe_exp(self._past(log_ratio, inputs, detached=not differentiated), mask, meters)
+        past = self._sum(log_ratio.with_values(log_ratio.values.detach()), inputs, past_only=True)
+        weight = safe_exp(past, mask, meters)
         meters.maximum("trace_weight_max", weight, mask)
-        if not differentiated:
-            meters.share("trace_weight_capped", weight > config.max_weight, mask)
-            weight = weight.clamp(max=config.max_weight)
+        meters.share("trace_weight_capped", weight > config.max_weight, mask)
+        weight = weight.clamp(max=config.max_weight)
         meters.mean("trace_weight", weight, mask)
-        loss = loss * weight
-        if config.gradient == "gated":
-            push = weight * ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
-            rising = self._push(log_ratio, ratio <= 1 + config.clip_high, push.clamp(min=0), inputs)
-            falling = self._push(log_ratio, ratio >= 1 - config.clip_low, push.clamp(max=0), inputs)
-            loss = loss - rising - falling
-        return loss
+        push = weight * ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
+        rising = self._push(log_ratio, ratio <= 1 + config.clip_high, push.clamp(min=0), inputs)
+        falling = self._push(log_ratio, ratio >= 1 - config.clip_low, push.clamp(max=0), inputs)
+        return loss * weight - rising - falling
 
     def _push(self, log_ratio: Jagged, inside: Tensor, push: Tensor, inputs: LossInputs) -> Tensor:
         """Terms of value 0 whose gradient at a token k inside is Σ_{t>k} w(t,k) push_t, and 0 at the others."""
         values = log_ratio.values
-        past = self._past(log_ratio.with_values(torch.where(inside, values, values.detach())), inputs, detached=False)
+        gated = log_ratio.with_values(torch.where(inside, values, values.detach()))
+        past = self._sum(gated, inputs, past_only=True)
         return push * (past - past.detach())
 
-    def _traced_ratio(self, log_ratio: Jagged, inputs: LossInputs) -> Tensor:
-        """log R_t of log ratios that are zero outside the mask; linear in them."""
-        if self.config.style == "uniform":
-            traced = inputs.columns.get(IN_TRACE, inputs.mask).values & inputs.mask.values
-            return mean_log_ratio(log_ratio, traced)
-        own = _in_trace(log_ratio, inputs)
-        total = self._sum(own, inputs)
-        last = own.values
-        if self.config.clip == "normalised":
-            ones = _in_trace(inputs.mask.to(last.dtype), inputs)
-            norm = self._sum(ones, inputs).clamp(min=1e-30)
-            total = total / norm
-            last = last / norm
-        return (total - last).detach() + last if self.config.gradient == "stop_gradient" else total
-
-    def _past(self, log_ratio: Jagged, inputs: LossInputs, detached: bool) -> Tensor:
-        """Σ_{k<t} w(t,k) l_k of log ratios that are zero outside the mask."""
-        values = log_ratio.values.detach() if detached else log_ratio.values
-        return self._sum(_in_trace(log_ratio.with_values(values), inputs), inputs, past_only=True)
-
-    def _sum(self, x: Jagged, inputs: LossInputs, past_only: bool = False) -> Tensor:
-        if self.config.distance == "trained":
-            trained = inputs.mask.values
-            short = Jagged.from_lengths(x.values[trained], inputs.mask.sum())
-            summed = trace_sum(short, self.config, None, past_only).values
-            return torch.zeros_like(x.values).masked_scatter(trained, summed)
+    def _sum(self, log_ratio: Jagged, inputs: LossInputs, past_only: bool = False) -> Tensor:
+        """Σ_{k≤t} w(t,k) l_k, or Σ_{k<t}, of log ratios that are zero outside the mask; linear in them."""
+        x = log_ratio
+        if (kept := inputs.columns.get(IN_TRACE)) is not None:
+            # A product, not where: on a CPU, branches on scattered tokens cost more than the rest of the trace.
+            x = x.with_values(x.values * kept.values)
         column = inputs.columns.get(START)
-        if column is None or len(x.values) == 0:
-            return trace_sum(x, self.config, None, past_only).values
-        begin = x.offsets[:-1].clamp(max=len(x.values) - 1)
-        start = torch.where(x.lengths > 0, column.values[begin], 0)
+        start = None
+        if column is not None and len(x.values):
+            begin = x.offsets[:-1].clamp(max=len(x.values) - 1)
+            start = torch.where(x.lengths > 0, column.values[begin], 0)
         return trace_sum(x, self.config, start, past_only).values
-
-
-def _in_trace(x: Jagged, inputs: LossInputs) -> Jagged:
-    """Values that enter traces, from values that are zero outside the mask: all, or those of high entropy."""
-    kept = inputs.columns.get(IN_TRACE)
-    # A product, not where: on a CPU, branches on scattered tokens cost more than the rest of the trace.
-    return x if kept is None else x.with_values(x.values * kept.values)
 
 
 def _without_gradient(loss: Tensor, log_ratio: Tensor, inputs: LossInputs) -> Tensor:

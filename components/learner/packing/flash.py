@@ -1,7 +1,5 @@
 """torch's flash attention over packed rows, with the signatures of torch 2.10 and later, and when it can be had."""
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 A sequence is prompt + response without its last token, which nothing is predicted from. Sequences are never cut.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

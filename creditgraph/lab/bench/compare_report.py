@@ -1,7 +1,5 @@
 """The table and the figure of creditgraph compare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import numpy as np
 from creditgraph.lab.bench.credit_report import cell
 from creditgraph.lab.bench.curves import FEWEST_STEPS, Curve, default_threshold
 from creditgraph.lab.bench.paired import LEVEL, Paired, holm, paired
-from creditgraph.pipeline.app.credit.statistics import Floats, mean_sd
+from creditgraph.lab.bench.statistics import Floats, mean_sd
 from creditgraph.pipeline.app.text import markdown_table
 from creditgraph.pipeline.core.errors import extra
 

@@ -1,7 +1,5 @@
 """The logic of `creditgraph creditbench`: the credit of many methods beside true values, at one state of the policy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +13,13 @@ from creditgraph.components.engine.weights import merged
 from creditgraph.components.learner.hf.model import LearnerModel
 from creditgraph.components.models.load import load_causal_lm
 from creditgraph.lab.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
+from creditgraph.lab.bench.measured_run import Cost, MeasuredRun, shared_outputs
 from creditgraph.lab.bench.methods import Method
+from creditgraph.lab.bench.statistics import jackknife, mean_sd, reliability, spearman
+from creditgraph.lab.bench.thoughts import LEAST_EFFECT, ThoughtCredit, thought_credit
 from creditgraph.lab.bench.turn_truth import first_rows, turn_values, whole
-from creditgraph.pipeline.app.credit.sessions import Cost, CreditRun, learner_of, sampling_of, shared_outputs
-from creditgraph.pipeline.app.credit.statistics import jackknife, mean_sd, reliability, spearman
-from creditgraph.pipeline.app.credit.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
+from creditgraph.pipeline.app.credit.sessions import learner_of, sampling_of
+from creditgraph.pipeline.app.credit.thought_credit import effective_credit
 from creditgraph.pipeline.app.credit.truth import State, Truth, true_values
 from creditgraph.pipeline.core.errors import CreditgraphError, RunError, ranges
 from creditgraph.pipeline.core.handles import Environments, Policy, Verifier
@@ -69,7 +69,7 @@ class _Reference:
     """
 
     seed: int
-    run: CreditRun
+    run: MeasuredRun
     known: dict[State, Tensor] = field(default_factory=dict)
     truth: Truth = field(init=False)
     gradients: dict[int, Tensor] = field(init=False)
@@ -148,7 +148,7 @@ class CreditBench:
         ceilings: list[float] = []
         truths: list[dict[str, float]] = []
         for seed in self.seeds:
-            with CreditRun(self.baseline, seed, self.weights, uids_from_top=True) as run:
+            with MeasuredRun(self.baseline, seed, self.weights, uids_from_top=True) as run:
                 reference = self._reference(seed, run)
                 tokens = whole(run.trajectories.response_tokens, run.turns)
                 thoughts = exact_credit(tokens, reference.truth)
@@ -169,7 +169,7 @@ class CreditBench:
         methods = {name: summarise(parts, baseline) for name, parts in measured.items() if name not in failed}
         return {"ceiling": ceilings, "truth": truths, "methods": methods, "failed": failed}
 
-    def _reference(self, seed: int, run: CreditRun) -> _Reference:
+    def _reference(self, seed: int, run: MeasuredRun) -> _Reference:
         reference = _Reference(seed, run)
         rows = run.trajectories
         tokens = whole(rows.response_tokens, run.turns)
@@ -183,7 +183,7 @@ class CreditBench:
         )
         return reference
 
-    def _truth(self, reference: _Reference, run: CreditRun, rows: Tensor) -> Truth:
+    def _truth(self, reference: _Reference, run: MeasuredRun, rows: Tensor) -> Truth:
         """True values of these responses, or episodes, of a run; of episodes in the run's own environment."""
         policy, prompts = (reference.run.first(kind) for kind in (Policy, Prompts))
         stream = Stream("creditbench", reference.seed)
@@ -200,7 +200,7 @@ class CreditBench:
         experiment = self.experiments[method.name]
         shared = shared_outputs(experiment.graph, reference.run)
         costs = {name: reference.run.costs[name] for name in shared}
-        with CreditRun(experiment, reference.seed, self.weights, shared=shared, shared_costs=costs) as run:
+        with MeasuredRun(experiment, reference.seed, self.weights, shared=shared, shared_costs=costs) as run:
             trajectories = run.trajectories
             effective = effective_credit(trajectories, run.credit, run.learner.config.objective)
             gradients = prompt_gradients(self.model, trajectories, effective.weight, trajectories.temperature)
@@ -213,7 +213,7 @@ class CreditBench:
                 rows = choose_rows(trajectories.uid[first], self.options.max_rows, reference.seed)
                 truth = self._truth(reference, run, rows)
             credit, mask = (whole(column, run.turns).select(rows) for column in (effective.credit, run.credit.mask))
-            thoughts = per_thought(credit, mask, trajectories.inherited[first][rows], truth)
+            thoughts = thought_credit(credit, mask, trajectories.inherited[first][rows], truth)
             metrics = thoughts.metrics() | cost_metrics(run)
             shown = " ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:4])
             self.say(f"seed {reference.seed}: {method.name} {shown}")
@@ -225,15 +225,15 @@ class CreditBench:
 def exact_credit(tokens: Jagged, truth: Truth) -> ThoughtCredit:
     """Thoughts whose credit is the true advantage itself, on all response tokens."""
     mask = tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool))
-    return per_thought(truth.per_token(tokens), mask, torch.zeros(len(tokens), dtype=torch.int64), truth)
+    return thought_credit(truth.per_token(tokens), mask, torch.zeros(len(tokens), dtype=torch.int64), truth)
 
 
-def sampled_tokens(run: CreditRun) -> float:
+def sampled_tokens(run: MeasuredRun) -> float:
     """All tokens sampled for the batch: rollouts and what credit needed."""
     return run.cost(rollouts=True).sampled_tokens + run.cost(rollouts=False).sampled_tokens
 
 
-def cost_metrics(run: CreditRun) -> dict[str, float]:
+def cost_metrics(run: MeasuredRun) -> dict[str, float]:
     """Tokens of the rollouts, and what credit cost in addition."""
     rollouts = run.cost(rollouts=True)
     credit = run.cost(rollouts=False)

@@ -1,7 +1,5 @@
 """The table and the figure of creditgraph creditbench."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

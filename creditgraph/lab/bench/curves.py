@@ -9,14 +9,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from creditgraph.pipeline.app.credit.statistics import Floats, mean_sd
+from creditgraph.lab.bench.statistics import Floats, mean_sd
 from creditgraph.pipeline.app.progress import ACCURACY, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS
 
 EVALUATOR = ACCURACY.rpartition("/")[0]  # node whose seconds and tokens are not training
-EVALUATION_TOKENS = f"{EVALUATOR}/sampled_tokens"
+ENGINE = SAMPLED_TOKENS.rpartition("/")[0]
+PROCESSED = ("sampled_tokens", "prefill_tokens", "scored_tokens")  # of an engine, and of the evaluation
 FEWEST_STEPS = 2  # a run that took fewer has shown nothing of its method
-Axis = Literal["tokens", "steps", "trained"]
-"""Along which methods are equal: sampled tokens, optimiser steps, or tokens in the loss."""
+Axis = Literal["tokens", "processed", "steps", "trained"]
+"""Along which methods are equal: sampled tokens, tokens that went through the engine, optimiser steps, or tokens in the
+loss."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Curve:
 
     Attributes:
         tokens: tokens sampled for training, whichever node asked for them; evaluation not counted.
+        processed: those, and the tokens of prompts, prefixes and teacher-forced scoring that went through the engine;
+            NaN after an evaluation that does not count its prompts.
         steps: optimiser steps.
         trained: tokens in the loss.
         seconds: wall time, evaluation not counted.
@@ -34,6 +38,7 @@ class Curve:
     """
 
     tokens: Floats
+    processed: Floats
     steps: Floats
     trained: Floats
     seconds: Floats
@@ -60,7 +65,7 @@ class Curve:
         """The curve with its last accuracy at so many optimiser steps too, if it ends before them."""
         if not self.end("steps") < steps:
             return self
-        others = ("tokens", "trained", "seconds", "accuracy")
+        others = ("tokens", "processed", "trained", "seconds", "accuracy")
         held: dict[str, Any] = {name: np.append(getattr(self, name), getattr(self, name)[-1]) for name in others}
         return replace(self, steps=np.append(self.steps, steps), **held)
 
@@ -87,7 +92,8 @@ def read_curve(rows: Sequence[dict[str, Any]], metric: str = ACCURACY) -> Curve:
     spent = np.array(
         [
             (
-                row.get(SAMPLED_TOKENS, 0.0) - row.get(EVALUATION_TOKENS, 0.0),
+                _trained_on(row, PROCESSED[:1]),
+                _trained_on(row, PROCESSED),
                 row.get(STEPS, 0.0),
                 row.get(TRAINED_TOKENS, 0.0),
                 row["seconds/iteration"] - row.get(f"seconds/{EVALUATOR}", 0.0),
@@ -95,20 +101,29 @@ def read_curve(rows: Sequence[dict[str, Any]], metric: str = ACCURACY) -> Curve:
             for row in done
         ],
         dtype=np.float64,
-    ).reshape(-1, 4)
+    ).reshape(-1, 5)
     points = [row for row in rows if not math.isnan(row.get(metric, math.nan))]
     before = [np.array([r["iteration"] < row["iteration"] for r in done], dtype=bool) for row in points]
-    at = np.array([spent[earlier].sum(0) for earlier in before], dtype=np.float64).reshape(-1, 4)
+    at = np.array([spent[earlier].sum(0) for earlier in before], dtype=np.float64).reshape(-1, 5)
     return Curve(
         tokens=at[:, 0],
-        steps=at[:, 1],
-        trained=at[:, 2],
-        seconds=at[:, 3],
+        processed=at[:, 1],
+        steps=at[:, 2],
+        trained=at[:, 3],
+        seconds=at[:, 4],
         accuracy=np.array([row[metric] for row in points], dtype=np.float64),
         iterations=len(done),
         total_tokens=float(spent[:, 0].sum()),
-        total_steps=float(spent[:, 1].sum()),
+        total_steps=float(spent[:, 2].sum()),
     )
+
+
+def _trained_on(row: dict[str, Any], names: Sequence[str]) -> float:
+    """Tokens of an engine in an iteration, those of its evaluation taken off."""
+    evaluated = f"{EVALUATOR}/{names[0]}" in row
+    own = sum(row.get(f"{ENGINE}/{name}", 0.0) for name in names)
+    others = [row.get(f"{EVALUATOR}/{name}", math.nan if name == "prefill_tokens" else 0.0) for name in names]
+    return own - sum(others) if evaluated else own
 
 
 def next_iterations(curve: Curve, budget: float, steps: float = 0) -> int:

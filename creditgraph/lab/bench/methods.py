@@ -1,7 +1,5 @@
 """The methods of the benchmarks, one line each. Any recipe whose learner reads a `Credit` can be one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

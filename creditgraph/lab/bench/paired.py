@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from creditgraph.pipeline.app.credit.statistics import mean_sd
+from creditgraph.lab.bench.statistics import mean_sd
 
 LEVEL = 0.05
 POWER = 0.8
@@ -20,8 +20,10 @@ class Paired:
         difference: mean; NaN without any pair.
         low, high: 95 % interval; NaN for fewer than two pairs.
         p: two-sided p-value of a difference of 0; 1 for fewer than two pairs.
-        detectable: the true difference that a test at 5 % finds with probability .8, given the spread of these pairs.
+        detectable: the true difference that the test finds with probability .8, given its error.
         pairs: number of pairs.
+        error: standard error of the difference.
+        narrow: half of the 90 % interval.
     """
 
     difference: float
@@ -30,6 +32,12 @@ class Paired:
     p: float
     detectable: float
     pairs: int
+    error: float
+    narrow: float
+
+    def within(self, margin: float) -> bool:
+        """Whether two one-sided tests at 5 % exclude a difference of `margin`: the 90 % interval is inside."""
+        return abs(self.difference) + self.narrow < margin
 
     def text(self) -> str:
         """The difference and its interval, to three places; "–" without any pair."""
@@ -39,21 +47,40 @@ class Paired:
         return f"{self.difference:+.3f}{interval}"
 
 
-def paired(differences: Sequence[float]) -> Paired:
+def paired(differences: Sequence[float], variance: float = 0.0, tests: int = 1) -> Paired:
     """Student's t on differences, one per seed; NaN entries are left out.
 
-    `detectable` is (t_.975 + t_.80) · s/√n, the usual approximation of the power of a t test.
+    `detectable` is (t_{1 − .025/tests} + t_.80) times the error, the usual approximation of the power of a t test.
+
+    Args:
+        differences: one per pair.
+        variance: of the mean difference, through what all pairs share; the error is √(s²/n + variance).
+        tests: number of tests that the correction counts, for `detectable`.
     """
     kept = [d for d in differences if not math.isnan(d)]
     mean, spread = mean_sd(kept)
     if len(kept) < 2:
-        return Paired(mean, math.nan, math.nan, 1.0, math.nan, len(kept))
-    error = spread / math.sqrt(len(kept))
-    freedom = len(kept) - 1
+        return Paired(mean, math.nan, math.nan, 1.0, math.nan, len(kept), math.nan, math.nan)
+    return _tested(mean, math.sqrt(spread**2 / len(kept) + variance), len(kept), len(kept) - 1, tests)
+
+
+def stratified(parts: Sequence[Paired]) -> Paired:
+    """The mean of independent differences, each of two pairs or more, with the pairs within each as the units.
+
+    >>> stratified([paired([0.1, 0.3]), paired([-0.2, 0.0])]).text()
+    '+0.050 [-0.254, +0.354]'
+    """
+    error = math.sqrt(sum(part.error**2 for part in parts)) / len(parts)
+    pairs = sum(part.pairs for part in parts)
+    return _tested(sum(part.difference for part in parts) / len(parts), error, pairs, pairs - len(parts), 1)
+
+
+def _tested(mean: float, error: float, pairs: int, freedom: int, tests: int) -> Paired:
     half = t_quantile(LEVEL, freedom) * error
     p = t_two_sided(mean / error, freedom) if error else float(mean == 0)
-    detectable = half + t_quantile(2 * (1 - POWER), freedom) * error
-    return Paired(mean, mean - half, mean + half, p, detectable, len(kept))
+    detectable = (t_quantile(LEVEL / tests, freedom) + t_quantile(2 * (1 - POWER), freedom)) * error
+    narrow = t_quantile(2 * LEVEL, freedom) * error
+    return Paired(mean, mean - half, mean + half, p, detectable, pairs, error, narrow)
 
 
 def t_two_sided(t: float, freedom: int) -> float:

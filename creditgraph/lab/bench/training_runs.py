@@ -50,11 +50,11 @@ class Plan:
 
     def curve(self, method: Method, seed: int) -> Curve:
         """The run's curve so far."""
-        return self._read(self.folder / self.name(method, seed) / "metrics.jsonl")
+        return self.read(self.folder / self.name(method, seed) / "metrics.jsonl")
 
     def curves_of(self, pattern: str) -> list[Curve]:
         """The curves so far of the runs whose names fit a pattern such as "grpo-*-s0"."""
-        return [self._read(file) for file in sorted(self.folder.glob(f"{pattern}/metrics.jsonl"))]
+        return [self.read(file) for file in sorted(self.folder.glob(f"{pattern}/metrics.jsonl"))]
 
     def first_round(self, method: Method, seeds: Sequence[int]) -> int:
         """Iterations of a new run's first round, from the tokens per iteration of other seeds; `pilot` without any."""
@@ -88,7 +88,8 @@ class Plan:
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
         return ["train", *method.overridden(*self.overrides, *own), *dirs]
 
-    def _read(self, file: Path) -> Curve:
+    def read(self, file: Path) -> Curve:
+        """The curve of a run's metrics; one that stalled is held to have kept its last accuracy."""
         curve = read_curve(read_metrics(file), self.metric)
         return curve.held_to(self.steps) if curve.end("tokens") >= MOST * self.budget else curve
 

@@ -1,7 +1,5 @@
 """True values where turns begin: exact if the environment has them in closed form, else by many episodes from there."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import accumulate, chain
 

@@ -4,8 +4,6 @@ A command alone takes about seven seconds to load them, which is longer than a s
 never computes, so that every command begins as it would alone; a test compares the weights.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

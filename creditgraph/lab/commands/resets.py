@@ -3,8 +3,6 @@
 docs/lab.md explains the numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

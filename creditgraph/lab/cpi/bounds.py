@@ -15,8 +15,6 @@ least (1 − β) γ τ² p_π/(8 H R_max), twice the claimed one, whose 16 leave
 τ p_π.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

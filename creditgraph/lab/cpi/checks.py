@@ -1,7 +1,5 @@
 """The improvement bounds on random MDPs: exact operators with good and bad targets, and sampled iterations."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@ states all actions are alike (A^π = 0), at hard states one action is right, and
 up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

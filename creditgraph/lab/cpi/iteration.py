@@ -13,8 +13,6 @@ undiscounted, unnormalised return (|A| â‰¤ H R_max), and the step sizes CPI-RR Î
 R_max), both cut to [0, 1].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

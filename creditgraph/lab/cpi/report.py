@@ -1,7 +1,5 @@
 """The whole laboratory in one call, and its table and figure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Power laws over p_π: improvement per iteration, labels needed, and what a localiser gains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

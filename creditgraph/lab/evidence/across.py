@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from creditgraph.lab.bench.paired import Paired, paired
 from creditgraph.lab.evidence.declaration import Cell
-from creditgraph.lab.evidence.verdicts import Results, differences, few
+from creditgraph.lab.evidence.verdicts import Results, few
 
 FEWEST_FAMILIES = 4
 
@@ -42,7 +42,7 @@ def across_families(results: Results, fewest: int = FEWEST_FAMILIES) -> list[Acr
             pair = results.pair(name, method, cell.baseline_of(method), "tokens")
             if pair is None or any(map(few, pair["fewest_steps"])):
                 continue
-            labels, gain = _labels(cell, method), differences(pair).difference
+            labels, gain = _labels(cell, method), results.compared(name, pair).difference
             if not cell.methods[method].baseline and len(labels[0]) < len(labels[1]):
                 labels, gain = labels[::-1], -gain  # of two baselines the plainer one is the other's
             found.setdefault(labels, {}).setdefault(cell.family, []).append(gain)

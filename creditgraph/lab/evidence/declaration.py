@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
@@ -19,6 +19,31 @@ from creditgraph.pipeline.core.settings import build_config
 
 T = TypeVar("T")
 Source = Literal["from the paper's text", "from the authors' release", "second-hand", "our reading", "ours"]
+Expected = Literal["higher", "lower", "no difference", "none"]
+DECLARED = Path(__file__).resolve().with_name("declared.yaml")
+SWEEP = (
+    "rates",
+    "factor",
+    "widenings",
+    "sweep_seeds",
+    "batches",
+)  # settings of a cell that choose a rate, not a result
+
+
+class Point(NamedTuple):
+    """A learning rate, and the prompts of a batch where these are swept too (else 0)."""
+
+    rate: float
+    batch: int = 0
+
+    @property
+    def text(self) -> str:
+        """The key of the point in results.json.
+
+        >>> Point(3e-5).text, Point(3e-5, 4).text
+        ('3e-05', '3e-05 x 4')
+        """
+        return f"{self.rate:g} x {self.batch}" if self.batch else f"{self.rate:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +74,8 @@ class Entry:
     a method that is itself a baseline"""
     seconds: float = 0.0
     """processor seconds of a run, for the estimate; 0 takes the cell's"""
+    rate: float = 0.0
+    """learning rate, where it is known and not to be swept; 0 sweeps"""
     knows_errors: bool = False
     """whether it is given the true first errors, which no user has: it bounds the others, and the README names none"""
 
@@ -71,17 +98,19 @@ class Cell:
     """optimiser steps that every run takes at least; 0 is what the tokens pay for"""
     set: tuple[str, ...] = ()
     """settings of all runs"""
-    every: int = 5
-    """iterations between evaluations"""
-    select: Literal["tokens", "steps"] = "tokens"
-    """learning rates are chosen by the accuracy at the end of this axis"""
+    every: float = 5
+    """iterations between evaluations; where batches are swept, of a run with the most prompts, and at least one"""
+    select: Literal["tokens", "steps", "processed"] = "tokens"
+    """learning rates are chosen by the accuracy at the end of this axis; `processed` compares at `tokens` of those"""
     rates: tuple[float, ...] = (5e-5, 1.5e-4, 4.5e-4)
-    """learning rates swept for every method"""
+    """learning rates swept; every method is tried at every rate that one of them needs"""
+    batches: tuple[int, ...] = ()
+    """prompts per batch, swept like the rate, where methods sample unlike amounts per step; () leaves the recipe's"""
     factor: float = 3.0
     """where the best rate is at an edge, the next one beyond is this many times away"""
     widenings: int = 2
     """how often the sweep is widened at most"""
-    sweep_seeds: tuple[int, ...] = (100, 101)
+    sweep_seeds: tuple[int, ...] = (100, 101, 102, 103)
     """random seeds of the sweep, which no result uses"""
     seeds: int = 8
     """fresh random seeds, from 0"""
@@ -89,7 +118,7 @@ class Cell:
     """processor seconds of a run, for the estimate"""
     withdrawn: str = ""
     """why a comparison of its methods at equal sampled tokens says nothing about their credit: such results were shown
-    once, and no page shows them any more"""
+    once, no page shows them any more, and the cell is measured again only when it is named"""
 
     def __post_init__(self) -> None:
         if len(set(self.rates)) < 2 or not set(self.sweep_seeds).isdisjoint(range(self.seeds)) or self.seeds < 2:
@@ -108,16 +137,24 @@ class Cell:
     def digest(self, family: Family) -> str:
         """A short mark of all that a result depends on: another mark says that the cell was measured in another form.
 
-        Titles, reasons, estimated seconds and what only pages read do not count.
+        Titles, reasons, estimated seconds and what only pages read do not count, nor how rates are chosen.
         """
-        values = asdict(self) | {"title": "", "regime": "", "seconds": 0, "family": {**asdict(family), "title": ""}}
-        values["methods"] = {n: {**e, "seconds": 0, "baseline": ""} for n, e in values["methods"].items()}
+        values = asdict(self) | {"family": asdict(family)}
+        for name in ("title", "regime", "seconds", "withdrawn", *SWEEP):
+            del values[name]
+        del values["family"]["title"]
         for entry in values["methods"].values():
-            del entry["knows_errors"]
-        del values["withdrawn"]
-        if family.metric == ACCURACY:
-            del values["family"]["metric"]
+            del entry["seconds"], entry["baseline"], entry["knows_errors"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+    def sweep(self) -> dict[str, Any]:
+        """The rule by which rates are chosen, as it is kept beside results."""
+        values = asdict(self)
+        return {name: list(v) if isinstance(v := values[name], tuple) else v for name in SWEEP} | {"union": True}
+
+    def points(self, rates: Sequence[float]) -> list[Point]:
+        """These rates with every batch."""
+        return [Point(rate, batch) for rate in rates for batch in self.batches or (0,)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +170,15 @@ class Claim:
     source: Source
     """how sure we are that the paper says so"""
     prediction: str
-    """what theory expects here, and why; written before running"""
+    """what theory expects here, and why, in the words of the day; written before running"""
+    expects: Expected
+    """the prediction in one word, by which it is scored"""
+    primary: bool = False
+    """whether it is the claim by which the paper stands or falls here; one of a paper at most"""
     cell: str = ""
     """cell that tests it; "" for one that cannot be tested here"""
     better: str = ""
-    """method that the claim says is ahead"""
+    """method that the claim says is higher"""
     worse: str = ""
     """method that it is compared with"""
     axis: Axis = "tokens"
@@ -148,6 +189,8 @@ class Claim:
     def __post_init__(self) -> None:
         if bool(self.untestable) == bool(self.cell and self.better and self.worse):
             raise ValueError("expected either cell, better and worse, or untestable.")
+        if bool(self.untestable) != (self.expects == "none"):
+            raise ValueError("expects: expected none for what cannot be tested, and a word for every other claim.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +205,8 @@ class Declaration:
     """name → claim"""
     quick: dict[str, Cell] = field(default_factory=dict)
     """cells that test the tool; no claim rests on them"""
+    recipe: dict[str, Cell] = field(default_factory=dict)
+    """cells of plain GRPO by which `creditgraph evidence` judges a method in minutes"""
 
     def __post_init__(self) -> None:
         cells = self.cells | self.quick
@@ -174,17 +219,22 @@ class Declaration:
                 if claim.cell and method not in known:
                     near = did_you_mean(method, known) if known else did_you_mean(claim.cell, cells)
                     raise ValueError(f"claims.{name}: no method '{method}' in cell '{claim.cell}'.{near}")
+        primary = [claim.paper for claim in self.claims.values() if claim.primary]
+        if twice := sorted({paper for paper in primary if primary.count(paper) > 1}):
+            raise ValueError(f"claims: expected one primary claim of a paper, got several of {', '.join(twice)}.")
 
     def settings(self, name: str, sweep: bool = False) -> tuple[str, ...]:
         """Settings of all runs of a cell.
 
         A sweep evaluates on validation problems. It reads the accuracy at the end of a run alone, so it evaluates
-        nowhere else; with `steps` a run may end far beyond them.
+        nowhere else, unless a run may end far beyond where it is read.
         """
         cell = (self.cells | self.quick)[name]
         family = self.families[cell.family]
-        every = 0 if sweep and not cell.steps else cell.every
-        own = (*family.settings, f"evaluator.every={every}", "run.record.every=0", *cell.set)
+        every = 0 if sweep and cell.select == "tokens" else cell.every
+        evaluation = () if cell.batches else (f"evaluator.every={every:g}",)
+        fixed = [s for s in cell.set if not (cell.batches and s.startswith("prompts.batch="))]
+        own = (*family.settings, *evaluation, "run.record.every=0", *fixed)
         return (*own, *family.validation) if sweep else own
 
     def digest(self, name: str) -> str:
@@ -216,11 +266,19 @@ def stem(name: str, entry: Entry, settings: Sequence[str]) -> str:
     return f"{name}-{hashlib.sha256(form.encode()).hexdigest()[:6]}-lr"
 
 
-def rated(name: str, entry: Entry, rate: float, settings: Sequence[str]) -> Method:
-    """A method with its learning rate, as benchmarks train it; `settings` are those of all runs of the cell."""
-    return Method(
-        f"{stem(name, entry, settings)}{rate:g}", entry.recipe, (*entry.set, f"learner.optimizer.lr={rate:g}")
-    )
+def rated(name: str, cell: Cell, point: Point, settings: Sequence[str]) -> Method:
+    """A method of a cell with its learning rate and batch, as benchmarks train it; `settings` are those of all runs.
+
+    Where batches are swept, a run with fewer prompts evaluates as often per prompt as one with the most.
+    """
+    entry = cell.methods[name]
+    own = [*entry.set, f"learner.optimizer.lr={point.rate:g}"]
+    if point.batch:
+        own += [
+            f"prompts.batch={point.batch}",
+            f"evaluator.every={max(1, round(cell.every * max(cell.batches) / point.batch))}",
+        ]
+    return Method(f"{stem(name, entry, settings)}{point.text.replace(' ', '')}", entry.recipe, tuple(own))
 
 
 def chosen_cells(declaration: Declaration, names: list[str] | None) -> Mapping[str, Cell]:
@@ -229,19 +287,16 @@ def chosen_cells(declaration: Declaration, names: list[str] | None) -> Mapping[s
     for name in names or ():
         if name not in known:
             raise ConfigError(f"evidence: no cell '{name}'.{did_you_mean(name, known)} Cells: {', '.join(known)}.")
-    return {name: known[name] for name in names} if names else declaration.cells
+    return {n: known[n] for n in names} if names else {n: c for n, c in declaration.cells.items() if not c.withdrawn}
 
 
-def best_rate(accuracy: Mapping[float, float]) -> float:
-    """The rate of the highest accuracy, the lower one of equals."""
-    return max(sorted(accuracy), key=lambda rate: accuracy[rate])
+def best_point(accuracy: Mapping[Point, float]) -> Point:
+    """The point of the highest accuracy, of equals the lowest rate with the fewest prompts."""
+    return max(sorted(accuracy), key=lambda point: accuracy[point])
 
 
-def widened(accuracy: Mapping[float, float], factor: float) -> float | None:
+def widened(accuracy: Mapping[Point, float], factor: float) -> float | None:
     """The next rate to try, beyond the edge at which the best one is; None when the best one has neighbours."""
-    best = best_rate(accuracy)
-    beyond: dict[float, Callable[[float], float]] = {
-        min(accuracy): lambda r: r / factor,
-        max(accuracy): lambda r: r * factor,
-    }
+    best, rates = best_point(accuracy).rate, [point.rate for point in accuracy]
+    beyond: dict[float, Callable[[float], float]] = {min(rates): lambda r: r / factor, max(rates): lambda r: r * factor}
     return float(f"{beyond[best](best):.3g}") if best in beyond else None

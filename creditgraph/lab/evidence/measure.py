@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from creditgraph.lab.bench.curves import Axis, Curve
 from creditgraph.lab.bench.methods import Method
+from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.bench.training_runs import Plan, train_all
-from creditgraph.lab.evidence.declaration import Cell, Declaration, best_rate, rated, stem, widened
+from creditgraph.lab.evidence.declaration import DECLARED, Cell, Declaration, Point, best_point, rated, stem, widened
+from creditgraph.lab.evidence.verdicts import as_text, read_results
 from creditgraph.pipeline import ROOT
-from creditgraph.pipeline.app.credit.statistics import mean_sd
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
+from creditgraph.pipeline.run.run_directory import replacing
 
-AXES: tuple[Axis, ...] = ("tokens", "steps", "trained")
+AXES: tuple[Axis, ...] = ("tokens", "processed", "steps", "trained")
+COSTS = (*AXES, "seconds")
+RESULTS = ROOT.parent / "docs" / "evidence" / "results.json"  # of a checkout
 PLACES = 5  # of kept accuracies; those of 500 problems need three
 
 Train = Callable[[Plan, Sequence[Method], Sequence[int]], dict[str, str]]
@@ -61,40 +71,66 @@ class Lab:
     def measure(self, name: str) -> dict[str, Any]:
         """Trains what is missing of a cell and returns its entry of results.json.
 
-        A run that fails is listed; its method goes on with the other seeds, and in a sweep its rate counts as 0.
+        A run that fails is listed; its method goes on with the other seeds, and in a sweep its point counts as 0.
         """
         cell = self.cell(name)
         tried, failed = self._sweep(name)
-        rates = {method: best_rate(accuracy) for method, accuracy in tried.items()}
+        points = {
+            m: best_point(means(tried[m])) if m in tried else Point(entry.rate) for m, entry in cell.methods.items()
+        }
         plan = self.plan(name, sweep=False)
-        frozen = {m: rated(m, entry, rates[m], plan.overrides) for m, entry in cell.methods.items()}
+        frozen = {m: rated(m, cell, points[m], plan.overrides) for m in cell.methods}
         failed |= self.train(plan, list(frozen.values()), range(cell.seeds))
         curves = {n: {s: plan.curve(m, s) for s in range(cell.seeds)} for n, m in frozen.items()}
         finished = {n: {s: c for s, c in by.items() if plan.is_finished(c)} for n, by in curves.items()}
         entry = summary(cell, finished, wanted_pairs(self.declaration, name))
         for method, row in entry["methods"].items():
-            row["lr"] = rates[method]
-            row["tried"] = {f"{rate:g}": round(value, PLACES) for rate, value in sorted(tried[method].items())}
+            row["lr"], row["batch"] = points[method]
+            row["tried"] = {point.text: _rounded(values) for point, values in sorted(tried.get(method, {}).items())}
         failed = {run: why.replace(f"{self.folder}/", "") for run, why in failed.items()}
-        return {"digest": self.declaration.digest(name), "commit": commit(), **entry, "failed": failed}
+        head = {"digest": self.declaration.digest(name), "commit": commit(), "sweep": cell.sweep()}
+        head["claims"] = committed_claims(name)
+        return {**head, **entry, "failed": failed}
 
-    def _sweep(self, name: str) -> tuple[dict[str, dict[float, float]], dict[str, str]]:
-        """Mean validation accuracy of method → rate → accuracy, and the runs that failed."""
+    def progress(self, name: str) -> dict[str, Any]:
+        """Runs of the sweep and fresh runs that are finished, with their accuracies: raw data, and no comparison."""
+        cell, done = self.cell(name), {}
+        for sweep, folder in ((True, "sweep"), (False, "runs")):
+            plan = self.plan(name, sweep)
+            for file in sorted(plan.folder.glob("*/metrics.jsonl")):
+                curve = plan.read(file)
+                if plan.is_finished(curve):
+                    done[f"{folder}/{file.parent.name}"] = _rounded([selected(curve, cell)])[0]
+        return {"digest": self.declaration.digest(name), "commit": commit(), "finished": done}
+
+    def _sweep(self, name: str) -> tuple[dict[str, dict[Point, list[float]]], dict[str, str]]:
+        """Validation accuracy by sweep seed of method → point → accuracies, and the runs that failed.
+
+        When the best rate of a method is at an edge, all methods get the next one: none is tried at rates of its own.
+        """
         cell = self.cell(name)
         plan = self.plan(name, sweep=True)
-        tried: dict[str, dict[float, float]] = {method: {} for method in cell.methods}
+        swept = [m for m, entry in cell.methods.items() if not entry.rate]
+        tried: dict[str, dict[Point, list[float]]] = {method: {} for method in swept}
         failed: dict[str, str] = {}
-        for round_ in range(cell.widenings + 1):
-            missing = {m: list(cell.rates) if not round_ else _beyond(known, cell) for m, known in tried.items()}
-            chosen = [(m, rate) for m, rates in missing.items() for rate in rates]
-            if not chosen:
-                break
-            methods = [rated(m, cell.methods[m], rate, plan.overrides) for m, rate in chosen]
+        rates = list(cell.rates)
+        for _ in range(cell.widenings + 1):
+            chosen = [(m, point) for m in swept for point in cell.points(rates)]
+            methods = [rated(m, cell, point, plan.overrides) for m, point in chosen]
             failed |= self.train(plan, methods, cell.sweep_seeds)
-            for (m, rate), method in zip(chosen, methods, strict=True):
+            for (m, point), method in zip(chosen, methods, strict=True):
                 curves = [plan.curve(method, seed) for seed in cell.sweep_seeds]
-                tried[m][rate] = mean_sd([_selected(c, cell) if plan.is_finished(c) else 0.0 for c in curves])[0]
+                tried[m][point] = [selected(c, cell) if plan.is_finished(c) else 0.0 for c in curves]
+            beyond = {widened(means(by_point), cell.factor) for by_point in tried.values()}
+            rates = sorted(rate for rate in beyond if rate is not None)
+            if not rates:
+                break
         return tried, failed
+
+
+def means(tried: Mapping[Point, Sequence[float]]) -> dict[Point, float]:
+    """The mean accuracy of each point over the sweep's seeds."""
+    return {point: mean_sd(values)[0] for point, values in tried.items()}
 
 
 def trainer(jobs: int, launch: Callable[[list[str], Path], int], say: Callable[[str], None]) -> Train:
@@ -122,13 +158,22 @@ def seconds_left(lab: Lab, names: Sequence[str]) -> dict[str, float]:
         sweep, fresh = lab.plan(name, sweep=True), lab.plan(name, sweep=False)
         total = 0.0
         for method, entry in cell.methods.items():
-            names_ = [rated(method, entry, rate, sweep.overrides) for rate in cell.rates]
+            points = [] if entry.rate else cell.points(cell.rates)
+            names_ = [rated(method, cell, point, sweep.overrides) for point in points]
             open_ = sum(not sweep.is_finished(sweep.curve(m, s)) for m in names_ for s in cell.sweep_seeds)
             # Which rate is frozen may not be known yet: fresh runs of any rate count.
             done = [fresh.is_finished(c) for c in fresh.curves_of(f"{stem(method, entry, fresh.overrides)}*-s*")]
             total += (open_ + max(cell.seeds - sum(done), 0)) * (entry.seconds or cell.seconds)
         left[name] = total
     return left
+
+
+def estimate(lab: Lab, names: Sequence[str], jobs: int) -> str:
+    """What is left, by cell."""
+    left = seconds_left(lab, names)
+    lines = [f"{name:<24}{seconds:>8.0f} s" for name, seconds in left.items()]
+    total = sum(left.values())
+    return "\n".join([*lines, f"{'in all':<24}{total:>8.0f} s, {total / jobs / 3600:.1f} h with {jobs} at a time"])
 
 
 def wanted_pairs(declaration: Declaration, name: str) -> list[tuple[str, str]]:
@@ -157,9 +202,12 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
                 "accuracy": _rounded(c.at(cell.tokens) for c in each),
                 "end": _rounded(c.accuracy[-1] for c in each),
                 "steps": _rounded(c.of("steps", cell.tokens) for c in each),
+                "processed": _rounded(c.of("processed", cell.tokens) for c in each),
+                "seconds": _rounded(c.of("seconds", cell.tokens) for c in each),
             }
-    known = [(a, b) for a, b in pairs if len(curves[a].keys() & curves[b].keys()) > 1]
-    return {"methods": methods, "pairs": [_pair(cell, curves, pair, axis) for pair in known for axis in AXES]}
+    known = [(a, b) for a, b in pairs if len(curves.get(a, {}).keys() & curves.get(b, {}).keys()) > 1]
+    compared = [_pair(cell, curves, pair, axis) for pair in known for axis in AXES]
+    return {"methods": methods, "pairs": [pair for pair in compared if not math.isnan(pair["at"])]}
 
 
 def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str, str], axis: Axis) -> dict[str, Any]:
@@ -168,7 +216,8 @@ def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str
     seeds = [seed for seed in better if seed in worse]
     runs = [by[seed] for by in (better, worse) for seed in seeds]
     shortest = min(c.end(axis) for c in runs)
-    asked = {"tokens": cell.tokens, "steps": float(cell.steps)}.get(axis, 0.0)
+    fixed = {"tokens": cell.tokens, "steps": float(cell.steps), "processed": cell.tokens}
+    asked = fixed.get(axis, 0.0)
     at = min(asked, shortest) if asked else shortest
     return {
         "better": pair[0],
@@ -180,7 +229,7 @@ def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str
         "fewest_steps": _rounded(min(by[seed].of("steps", at, axis) for seed in seeds) for by in (better, worse)),
         "took": {
             name: [round(mean_sd([by[seed].of(name, at, axis) for seed in seeds])[0], 1) for by in (better, worse)]
-            for name in AXES
+            for name in COSTS
         },
     }
 
@@ -194,16 +243,55 @@ def commit() -> str:
     return head + ("+" if changed else "")
 
 
-def _beyond(known: Mapping[float, float], cell: Cell) -> list[float]:
-    rate = widened(known, cell.factor)
-    return [] if rate is None else [rate]
-
-
-def _selected(curve: Curve, cell: Cell) -> float:
+def selected(curve: Curve, cell: Cell) -> float:
     """Accuracy at the end of the axis by which rates are chosen."""
-    if cell.select == "tokens":
-        return curve.at(cell.tokens)
-    return curve.at(float(cell.steps) or curve.end(cell.select), cell.select)
+    amount = float(cell.steps) if cell.select == "steps" else cell.tokens
+    return curve.at(amount, cell.select)
+
+
+def committed_claims(cell: str) -> list[str]:
+    """Claims on a cell in the declaration of the commit that is checked out; none outside a repository."""
+    shown = ["git", "-C", str(ROOT.parent), "show", f"HEAD:{DECLARED.relative_to(ROOT.parent).as_posix()}"]
+    done = subprocess.run(shown, capture_output=True, text=True)
+    claims = yaml.safe_load(done.stdout)["claims"] if not done.returncode else {}
+    return [name for name, claim in claims.items() if claim.get("cell") == cell]
+
+
+def compose_all(lab: Lab, names: Sequence[str]) -> dict[str, str]:
+    """Composes every method of the cells, so that a mistake shows before anything is trained; cell → what is wrong."""
+    wrong = {}
+    for name in names:
+        try:
+            for method, entry in lab.cell(name).methods.items():
+                overrides = [f"recipe={entry.recipe}", *lab.declaration.settings(name, sweep=True), *entry.set]
+                build_experiment(compose(overrides, lab.config_dirs), f"{name}.{method}")
+        except CreditgraphError as error:
+            wrong[name] = str(error)
+    return wrong
+
+
+def measure_all(lab: Lab, names: Sequence[str], kept: Path, say: Callable[[str], None]) -> bool:
+    """Measures cells one after the other and keeps each in a results.json; False when a run failed.
+
+    Raises:
+        ConfigError: the table is that of a repository whose code is not that of a commit.
+    """
+    if kept == RESULTS and not re.fullmatch("[0-9a-f]+", commit()):
+        raise ConfigError(
+            f"{kept} names the commit of each result: commit the changes first, or name another --results."
+        )
+    complete = True
+    for name in names:
+        say(f"cell {name}: {lab.cell(name).title}")
+        entry = lab.measure(name)
+        complete &= not entry["failed"]
+        cells = read_results(kept)
+        cells[name] = dated(entry, cells.get(name))
+        order = {n: cells[n] for n in (*lab.declaration.cells, *lab.declaration.quick) if n in cells}
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(kept) as aside:
+            aside.write_text(as_text(order), encoding="utf-8")
+    return complete
 
 
 def _rounded(values: Any) -> list[float]:

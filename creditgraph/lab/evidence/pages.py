@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.evidence.across import across_families
-from creditgraph.lab.evidence.declaration import Cell, Claim
-from creditgraph.lab.evidence.verdicts import Results, Verdict, collapsed, differences, few
+from creditgraph.lab.evidence.declaration import Cell
+from creditgraph.lab.evidence.verdicts import DECIDED, Results, Verdict, collapsed, few
 from creditgraph.lab.prediction.cells import read_cells
 from creditgraph.lab.prediction.study import repeatability_line, study, study_table
-from creditgraph.pipeline.app.credit.statistics import mean_sd
 from creditgraph.pipeline.app.progress import ACCURACY
 
 NOTHING = "Not measured yet."
-AXIS_NAMES = {"tokens": "sampled tokens", "steps": "optimiser steps", "trained": "tokens in the loss"}
+AXIS_NAMES = {
+    "tokens": "sampled tokens",
+    "processed": "processed tokens",
+    "steps": "optimiser steps",
+    "trained": "tokens in the loss",
+}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -24,20 +30,48 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def claims_block(results: Results) -> str:
-    """docs/evidence.md: the decided claims, and below a fold one row per claim, page by page."""
+    """docs/evidence.md: the decided claims, and below folds what is open, and one row per claim."""
     verdicts = results.verdicts()
-    decided = []
+    short: dict[str, list[list[str]]] = {}
     rows = []
     for name, claim in results.declaration.claims.items():
         verdict = verdicts[name]
-        paper = f"[{claim.paper}](papers/{claim.page}.md)"
+        paper = f"[{claim.paper}](papers/{claim.page}.md)" + " **primary**" * claim.primary
         regime = f"[{claim.cell}](#{claim.cell})" if claim.cell else "–"
-        rows.append([claim.text, f"{paper}: {claim.source}", regime, claim.prediction, *_measured(claim, verdict)])
-        if verdict.result and verdict.word != "undecided":
-            decided.append([verdict.word, claim.text, paper, regime, verdict.result.text()])
+        rows.append(
+            [claim.text, f"{paper}: {claim.source}", regime, claim.prediction, *_measured(results, name, verdict)]
+        )
+        if verdict.result:
+            short.setdefault(verdict.word, []).append([claim.text, paper, regime, verdict.result.text()])
+    head = ["claim", "paper", "regime", "difference [95 %]"]
+    parts = [_count(verdicts)]
+    parts += [f"### {word[0].upper()}{word[1:]}\n\n{table(head, short[word])}" for word in DECIDED if word in short]
+    if "undecided" in short:
+        parts.append(folded("Undecided", table(head, short["undecided"])))
     head = ["claim", "who says it", "regime", "predicted", "compared", "result", "verdict"]
-    short = table(["verdict", "claim", "paper", "regime", "difference [95 %]"], sorted(decided, reverse=True))
-    return f"{_count(verdicts)}\n\n{short}\n\n{folded('Every claim, with its prediction', table(head, rows))}"
+    return "\n\n".join([*parts, folded("Every claim, with its prediction", table(head, rows))])
+
+
+def predictions_block(results: Results) -> str:
+    """docs/evidence.md: how often predictions of each kind were right."""
+    rows = [[kind, *map(str, counts.values())] for kind, counts in results.scored().items()]
+    return table(["predicted", "right", "wrong", "undecided"], rows)
+
+
+def progress_block(results: Results, file: Path) -> str:
+    """docs/evidence.md: cells of which some runs are finished. They are raw data, and no verdict rests on them."""
+    if not file.exists():
+        return "Nothing."
+    lines = []
+    for name, entry in json.loads(file.read_text(encoding="utf-8"))["cells"].items():
+        if name in results.declaration.cells and entry["digest"] == results.declaration.digest(name):
+            kinds = [run.partition("/")[0] for run in entry["finished"]]
+            sweep, fresh = kinds.count("sweep"), kinds.count("runs")
+            lines.append(
+                f"- [{name}](#{name}): in progress, no verdict. {sweep} runs of the sweep and {fresh} fresh runs are "
+                f"finished, at commit {entry['commit']}."
+            )
+    return "\n".join(lines) or "Nothing."
 
 
 def folded(title: str, text: str) -> str:
@@ -61,7 +95,10 @@ def paper_block(results: Results, page: str) -> str:
     """A paper's page: what was predicted of its claims, and what was measured."""
     verdicts = results.verdicts()
     claims = {n: c for n, c in results.declaration.claims.items() if c.page == page}
-    rows = [[c.text, c.source, c.prediction, *_measured(c, verdicts[n])] for n, c in claims.items()]
+    rows = [
+        [c.text + " **(primary)**" * c.primary, c.source, c.prediction, *_measured(results, n, verdicts[n])]
+        for n, c in claims.items()
+    ]
     text = "Predicted before the runs, and measured; regimes, rules and all methods are on [Evidence](../evidence.md)."
     return f"{text}\n\n{table(['claim', 'who says it', 'predicted', 'compared', 'result', 'verdict'], rows)}"
 
@@ -84,7 +121,8 @@ def cell_block(results: Results, name: str) -> str:
     widened = f"widened by {cell.factor:g} at most {cell.widenings} times" if cell.widenings else "not widened"
     setting = (
         f"{family.title} ({settings}). {cell.tokens:,.0f} sampled tokens{steps} per run, {cell.seeds} seeds; rates "
-        f"{', '.join(f'{r:g}' for r in cell.rates)}, {widened}."
+        f"{', '.join(f'{r:g}' for r in cell.rates)}, {widened}"
+        + (f"; {', '.join(map(str, cell.batches))} prompts per batch." if cell.batches else ".")
     )
     if family.metric != ACCURACY:
         setting += f" Accuracy is `{family.metric}`: of samples at the training temperature, not greedy."
@@ -124,7 +162,7 @@ def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str,
     }
 
 
-def readme_block(results: Results, most: int = 4) -> str:
+def readme_block(results: Results, most: int = 3) -> str:
     """The README: how many claims held, and what methods gained over families, in a few lines."""
     lines = [f"- {_count(results.verdicts())}"]
     for row in [row for row in across_families(results) if not row.knows_errors][:most]:
@@ -138,13 +176,14 @@ def readme_block(results: Results, most: int = 4) -> str:
 
 def _count(verdicts: dict[str, Verdict]) -> str:
     words = [v.word for v in verdicts.values()]
-    counted = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
+    order = [*DECIDED, "undecided", "not yet measured", "not testable here", "withdrawn"]
+    counted = ", ".join(f"{words.count(word)} {word}" for word in order if word in words)
     return f"Of {len(words)} claims: {counted}."
 
 
-def _measured(claim: Claim, verdict: Verdict) -> list[str]:
+def _measured(results: Results, name: str, verdict: Verdict) -> list[str]:
     """What was compared, the result, and the verdict."""
-    pair = verdict.pair
+    claim, pair = results.declaration.claims[name], verdict.pair
     if not claim.cell:
         return ["–", "–", f"{verdict.word}: {verdict.reason}"]
     compared = f"`{claim.better}` > `{claim.worse}` at equal {AXIS_NAMES[claim.axis]}"
@@ -157,6 +196,7 @@ def _measured(claim: Claim, verdict: Verdict) -> list[str]:
         return [compared, "–", word]
     if verdict.word == "undecided":
         word += f" (detectable: {verdict.result.detectable:.3f})"
+    word += "; declared after its data" * verdict.late
     return [compared, f"{verdict.result.text()}, p = {_p(verdict.corrected)}", word]
 
 
@@ -165,26 +205,40 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
     rows = []
     for method, row in measured["methods"].items():
         by_axis = {axis: results.pair(name, method, cell.baseline_of(method), axis) for axis in AXIS_NAMES}
-        baseline, at_tokens = _against(cell, method, by_axis["tokens"])
-        tried = list(row["tried"])
+        baseline = f"`{base}`" if (base := cell.baseline_of(method)) else "–"
         rows.append(
             [
                 f"`{method}`",
-                f"{row['lr']:g}" + (" (edge)" if f"{row['lr']:g}" in (tried[0], tried[-1]) else ""),
+                _point(row),
                 "–" if cell.withdrawn else accuracy(row),
                 _steps(row),
+                _costs(row),
                 baseline,
-                at_tokens,
-                _equal(by_axis["steps"], "steps"),
-                _equal(by_axis["trained"], "trained"),
+                *(_equal(results, name, by_axis[axis]) for axis in AXIS_NAMES),
                 f"{collapsed(row, cell.seeds):.2f}",
                 str(len(row["seeds"])),
             ]
         )
-    head = ["method", "lr", "accuracy", "steps", "baseline", "at equal sampled tokens", "at equal steps"]
-    head += ["at equal tokens in the loss", "end below start, or failed", "seeds"]
+    head = ["method", "lr", "accuracy", "steps", "processed tokens, seconds", "baseline"]
+    head += [f"at equal {axis}" for axis in AXIS_NAMES.values()] + ["end below start, or failed", "seeds"]
     failed = "".join(f"\n\nFailed: `{run}` ({why})." for run, why in measured["failed"].items())
-    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{failed}"
+    earlier = results.earlier(name)
+    rule = f" Rates were chosen by an earlier rule: {', '.join(earlier)}." if earlier else ""
+    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{rule}{failed}"
+
+
+def _point(row: dict[str, Any]) -> str:
+    """The rate, the prompts per batch where they were swept, and whether the rate is the lowest or highest tried."""
+    rates = [float(text.split(" x ")[0]) for text in row["tried"]]
+    edge = " (edge)" if rates and row["lr"] in (min(rates), max(rates)) else ""
+    return f"{row['lr']:g}{edge}" + (f", {row['batch']} prompts" if row.get("batch") else "")
+
+
+def _costs(row: dict[str, Any]) -> str:
+    """What went through the model until the budget of sampled tokens, where it was recorded."""
+    if "processed" not in row:
+        return "–"
+    return f"{mean_sd(row['processed'])[0]:,.0f}, {mean_sd(row['seconds'])[0]:.0f} s"
 
 
 def accuracy(row: dict[str, Any]) -> str:
@@ -198,13 +252,8 @@ def _steps(row: dict[str, Any]) -> str:
     return f"{text} (not ranked)" if few(min(row["steps"])) else text
 
 
-def _against(cell: Cell, method: str, pair: dict[str, Any] | None) -> list[str]:
-    baseline = cell.baseline_of(method)
-    return [f"`{baseline}`" if baseline else "–", differences(pair).text() if pair else "–"]
-
-
-def _equal(pair: dict[str, Any] | None, axis: str) -> str:
-    return f"{differences(pair).text()} at {pair['at']:,.0f}" if pair else "–"
+def _equal(results: Results, cell: str, pair: dict[str, Any] | None) -> str:
+    return f"{results.compared(cell, pair).text()} at {pair['at']:,.0f}" if pair else "–"
 
 
 def _p(value: float) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from creditgraph.lab.bench.methods import Method
-from creditgraph.lab.evidence.declaration import Entry, rated
+from creditgraph.lab.evidence.declaration import Entry, Point, rated
 from creditgraph.lab.evidence.measure import Lab
 from creditgraph.lab.prediction.cells import read_json, scores_of
 from creditgraph.pipeline.core.handles import Environments
@@ -82,11 +82,12 @@ class ScoreBench:
 
     def _policy(self, family: str, cell: str) -> Path:
         """The run whose checkpoints are the states; its first method, at the rate that the cell froze."""
-        name, entry = next(iter(self.lab.cell(cell).methods.items()))
+        name = next(iter(self.lab.cell(cell).methods))
+        row = self.results[cell]["methods"][name]
         plan = self.lab.plan(cell, sweep=False)
         kept = ("run.checkpoint.every=1", "run.checkpoint.keep=1000")
         plan = replace(plan, folder=self._folder(family), overrides=(*plan.overrides, *kept))
-        method = rated(name, entry, self.results[cell]["methods"][name]["lr"], plan.overrides)
+        method = rated(name, self.lab.cell(cell), Point(row["lr"], row.get("batch", 0)), plan.overrides)
         self.lab.train(plan, [method], [0])
         return plan.folder / plan.name(method, 0)
 

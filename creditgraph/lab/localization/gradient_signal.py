@@ -6,8 +6,6 @@ the policy gives anyway, moves nothing. That this is the quantity of the paper's
 paper's body was not available to us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Every answer is kept in a file beside the run, under a key of model and request,
 has no answer yet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The true first error of each failure: from the embedded task's oracle, or from a file."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

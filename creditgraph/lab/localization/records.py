@@ -1,7 +1,5 @@
 """The recorded failures of a run: their steps, where they were reset, and what became of their suffixes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The localisation study as tables for a terminal, as JSON, and as one figure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The deviation of a reset is its localised step less the true first error: a rese
 clean, because the steps that it keeps hold no error; 0 is exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Fields of a line: input, steps, answer, target, mistake_index (from 0; null with
 (github.com/WHGTyen/BIG-Bench-Mistake) describes them. The data are not shipped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads what `study` compares: gains of training, and scores of creditbench."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ of gains on the ranks of scores; both are tested on the other half, and then the
 methods, directions being those of the fit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from creditgraph.pipeline.app.credit.statistics import Floats, ranks
+from creditgraph.lab.bench.statistics import Floats, ranks
 from creditgraph.pipeline.app.text import markdown_table, visible
 from creditgraph.pipeline.core.errors import DataError
 from creditgraph.pipeline.core.streams import Stream, key_of

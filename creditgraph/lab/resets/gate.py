@@ -22,9 +22,9 @@ from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh, 
 from creditgraph.components.rollouts.rewards import finite_rewards
 from creditgraph.components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
 from creditgraph.components.sampler.failures import Split, parse_split
+from creditgraph.lab.bench.statistics import jackknife
 from creditgraph.lab.resets.simulation import Chains, choose_rows
 from creditgraph.pipeline.app.credit.sessions import samples_rollouts
-from creditgraph.pipeline.app.credit.statistics import jackknife
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.handles import Policy, Sampling, Verifier
@@ -39,6 +39,7 @@ SPLITS = ("1x4", "2x4", "1x8")
 TRUE, OWN, RANDOM, START, AFTER = "true first error", "localizer", "random step", "start", "after the error"
 PER_PROMPT = 2  # failures of a prompt that are reset, the first ones
 FEWEST_SUCCESSES = 20  # of the sampled responses: with fewer, a prediction is noise
+RESAMPLES = 12  # of problems and of their responses, for the error that a prediction has from them
 
 
 class Estimate(NamedTuple):
@@ -84,6 +85,7 @@ class Gate:
         attempts: responses per prompt of each split until base group and failures are filled.
         group_size, max_attempts: of the recipe's sampler, or its defaults.
         chains: for the simulation.
+        resampled: the same from problems and responses drawn with replacement.
     """
 
     problems: int
@@ -101,6 +103,7 @@ class Gate:
     group_size: int
     max_attempts: int
     chains: Chains = field(repr=False)
+    resampled: tuple[Chains, ...] = field(repr=False, default=())
 
 
 def ratio(top: Any, bottom: Any) -> Estimate:
@@ -244,11 +247,17 @@ class _Sampling:
         owner = self.prompts.index_of(failures.prompt_uid).numpy()
         splits = {text: parse_split(text, size) for text in SPLITS if _fits(text, size, most)}
         kinds, values = self._kinds(failures, true, owner, splits)
-        recovery = self._recovery(failures, true, owner)
+        hits, number = self._recovery(failures, true, owner)
+        recovery = ratio(hits, number)
         errors = np.zeros((count, responses), np.int64)
         errors[~right] = error.numpy()
         steps = num_thoughts(base).reshape(count, responses).amax(1).numpy()
-        chance = recovery.value if math.isfinite(recovery.value) else 0.0
+        draws = [np.arange(count), *self._resamples(count)]
+        chances = [_share(hits[rows], number[rows]) for rows in draws]
+        chains = [
+            Chains(success=success_by_step(self._redrawn(errors[rows], i), steps[rows], chance), recovery=chance)
+            for i, (rows, chance) in enumerate(zip(draws, chances, strict=True))
+        ]
         silent = [silence(int(c), responses, size) for c in right.sum(1)]
         return Gate(
             problems=count,
@@ -267,8 +276,20 @@ class _Sampling:
             },
             group_size=size,
             max_attempts=most,
-            chains=Chains(success=success_by_step(errors, steps, chance), recovery=chance),
+            chains=chains[0],
+            resampled=tuple(chains[1:]),
         )
+
+    def _resamples(self, count: int) -> list[NDArray[np.int64]]:
+        """Rows of problems, drawn with replacement."""
+        return [self.stream.generator(draw=f"problems {i}").integers(0, count, count) for i in range(1, RESAMPLES + 1)]
+
+    def _redrawn(self, errors: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """Responses of each problem drawn with replacement, int64 [P, N]; those that were sampled for number 0."""
+        if not number:
+            return errors
+        columns = self.stream.generator(draw=f"responses {number}").integers(0, errors.shape[1], errors.shape)
+        return np.take_along_axis(errors, columns, 1)
 
     def _correct(self, rows: Trajectories) -> Tensor:
         rewards = finite_rewards(self.verifier.verify(self.prompts, rows))
@@ -330,15 +351,24 @@ class _Sampling:
             )
         return kinds, values
 
-    def _recovery(self, failures: Trajectories, true: Tensor, owner: NDArray[np.int64]) -> Estimate:
-        """Chance of prefixes up to the first error, the error included; those that end there are left out."""
+    def _recovery(self, failures: Trajectories, true: Tensor, owner: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """By problem, the summed value of prefixes up to the first error, the error included, and their number.
+
+        Those that end there are left out.
+        """
         inner = (true < num_thoughts(failures)).nonzero()[:, 0]
+        count = len(self.prompts)
         if not len(inner):
-            return UNKNOWN
+            return np.zeros(count), np.zeros(count)
         outcome, _ = self._continue(failures.select(inner), true[inner] + 1, AFTER)
-        rows, count = owner[inner.numpy()], len(self.prompts)
-        hits = np.bincount(rows, outcome.double().mean(1).numpy(), count)
-        return ratio(hits, np.bincount(rows, minlength=count))
+        rows = owner[inner.numpy()]
+        hits = np.bincount(rows, outcome.double().mean(1).numpy(), count).astype(np.float64)
+        return hits, np.bincount(rows, minlength=count).astype(np.float64)
+
+
+def _share(hits: Floats, number: Floats) -> float:
+    """Σ hits / Σ number, 0 without any."""
+    return float(hits.sum() / number.sum()) if number.sum() else 0.0
 
 
 def _fits(text: str, size: int, most: int) -> bool:

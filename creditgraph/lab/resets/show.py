@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from creditgraph.components.sampler.failures import parse_split
 from creditgraph.lab.localization.show import share_text
 from creditgraph.lab.resets.gate import OWN, RANDOM, START, TRUE, Estimate, Gate
-from creditgraph.lab.resets.simulation import Method, Ratio, relative_tokens, tokens_to_target
+from creditgraph.lab.resets.simulation import Chains, Method, Ratio, relative_tokens, tokens_to_target, tuned
 from creditgraph.pipeline.app.text import markdown_table, visible
+from creditgraph.pipeline.core.streams import Stream
 
 HALF = "half right"
 # Where the true first error paid in trials on the embedded task and in the simulation; that of 2x4 is ours.
@@ -31,26 +34,38 @@ class Condition:
 
 
 def predict(gate: Gate) -> dict[str, dict[str, Ratio]]:
-    """Split → kind of localisation → GRPO's tokens over those of resets, by the simulation."""
-    kinds: dict[str, float | None] = {TRUE: 1.0}
+    """Split → kind of localisation → GRPO's tokens over those of resets, each at its best rate and groups per step.
+
+    The error is the simulation's and that of what it is fitted to: the spread over resampled problems and responses,
+    and over the localizer's share of right verdicts.
+    """
+    kinds: dict[str, Estimate | None] = {TRUE: Estimate(1.0, 0.0)}
     if OWN in gate.kinds:
-        kinds[OWN] = gate.kinds[OWN].exact.value
-    kinds |= {HALF: 0.5, RANDOM: None}
+        kinds[OWN] = gate.kinds[OWN].exact
+    kinds |= {HALF: Estimate(0.5, 0.0), RANDOM: None}
     size, most = gate.group_size, gate.max_attempts
-    grpo = tokens_to_target(gate.chains, Method(group_size=size))
-    return {
-        split: {
-            name: relative_tokens(
-                grpo,
-                tokens_to_target(
-                    gate.chains,
-                    Method(split=parse_split(split, size), right=right, group_size=size, max_attempts=most),
-                ),
-            )
-            for name, right in kinds.items()
-        }
-        for split in gate.attempts
-    }
+    grpo = tuned(gate.chains, Method(group_size=size))
+    predicted: dict[str, dict[str, Ratio]] = {}
+    for split in gate.attempts:
+        for name, right in kinds.items():
+            share = None if right is None else right.value
+            method = Method(split=parse_split(split, size), right=share, group_size=size, max_attempts=most)
+            predicted.setdefault(split, {})[name] = _predicted(gate, grpo, tuned(gate.chains, method), right)
+    return predicted
+
+
+def _predicted(gate: Gate, grpo: Method, method: Method, right: Estimate | None) -> Ratio:
+    def simulated(chains: Chains, one: Method, seeds: int) -> Ratio:
+        return relative_tokens(tokens_to_target(chains, grpo, seeds), tokens_to_target(chains, one, seeds))
+
+    ratio = simulated(gate.chains, method, 32)
+    noise = Stream("resets", 0).generator(draw="localizer").standard_normal(len(gate.resampled))
+    values = []
+    for chains, z in zip(gate.resampled, noise, strict=True):
+        share = right and min(max(right.value + z * (0.0 if math.isnan(right.error) else right.error), 0.0), 1.0)
+        values.append(simulated(chains, method if right is None else replace(method, right=share), 8).value)
+    spread = float(np.nanstd(values, ddof=1)) if np.isfinite(values).sum() > 1 else math.nan
+    return ratio if math.isnan(spread) else Ratio(ratio.value, math.hypot(ratio.error, spread))
 
 
 def best_split(predicted: dict[str, dict[str, Ratio]]) -> tuple[str, str]:
@@ -82,7 +97,7 @@ def advice(gate: Gate, predicted: dict[str, dict[str, Ratio]]) -> str:
     if math.isnan(saved.value):
         return "The simulation gives no advice, because GRPO does not arrive in it: take easier problems first."
     error = 0.0 if math.isnan(saved.error) else saved.error
-    failed = [f"{c.name} {number(c.measured)}, wanted {c.bound}" for c in conditions(gate, split) if not c.holds]
+    failed = [f"{c.name} {number(c.measured)}, expected {c.bound}" for c in conditions(gate, split) if not c.holds]
     by = "the recipe's localizer" if who == OWN else "the true first error"
     need = f"with split {split} and {by}, GRPO is predicted to need {number(saved)} times the tokens of resets"
     if saved.value - 2 * error > 1:
@@ -99,7 +114,8 @@ def numbers(gate: Gate, predicted: dict[str, dict[str, Ratio]]) -> dict[str, Any
     """Everything, for JSON; a number is [value, standard error]."""
     split, _ = best_split(predicted)
     kinds = {name: vars(kind) for name, kind in gate.kinds.items()}
-    measured = {name: value for name, value in vars(gate).items() if name != "chains"} | {"kinds": kinds}
+    shown = {name: value for name, value in vars(gate).items() if name not in ("chains", "resampled")}
+    measured = shown | {"kinds": kinds}
     return {
         "measured": measured,
         "simulated": {
@@ -154,10 +170,9 @@ def tables(name: str, gate: Gate, predicted: dict[str, dict[str, Ratio]]) -> str
             markdown_table(
                 ["split", "attempts", "silent: true", "silent: random", *(f"GRPO/resets: {k}" for k in shown)], splits
             ),
-            "GRPO/resets: GRPO's sampled tokens over those of resets, by the simulation; 0: never. Both have equally\n"
-            "many prompts per update and one step size, so the ratio mixes batch size with credit: a smaller batch\n"
-            "gives GRPO a part of it, or all.",
-            markdown_table([f"condition ({split})", "measured", "wanted", "holds"], checks),
+            "GRPO/resets: GRPO's sampled tokens over those of resets, by the simulation; 0: never. Each has the step\n"
+            "size and the groups per step that are best for it. ± is the error of the simulation and of its inputs.",
+            markdown_table([f"condition ({split})", "measured", "expected", "holds"], checks),
             advice(gate, predicted),
         ]
     )

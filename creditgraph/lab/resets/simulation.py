@@ -3,16 +3,18 @@
 Every step of a problem goes right with a probability σ(θ) of its own. A chain without a wrong step ends correct; one
 with a wrong step does so with the probability `recovery`, whatever it does afterwards. Trajectories are chosen, grouped
 and credited as by `sampler.failures`, `expander.reset` and `advantage.group` (`std_exact`, mean over a row's trained
-tokens), every thought is one token, and Adam makes one step per iteration over all problems.
+tokens), every thought is one token, and Adam makes one step per iteration over all problems. Every method has the
+learning rate and the number of groups per step that are best for it: with those of one for all, whoever samples fewer
+tokens per step looks cheaper.
 
 What it leaves out: steps that problems share, decisions within a step, and anything that differs in cost but sampled
-tokens. Its learning rate and target are ours; docs/lab.md says how the numbers move with them.
+tokens. Its target is ours; docs/lab.md says how the numbers move with it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +25,8 @@ from creditgraph.pipeline.core.streams import Stream
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-RATE = 0.2  # Adam's, in logits; a step of .3 then needs some twenty updates to .95
+RATES = (0.2, 0.4, 0.8, 1.6)  # Adam's, in logits; at .2 a step of .3 needs some twenty updates to .95
+GROUPS = (1, 2, 4)  # of each problem, whose gradients are averaged before a step
 CLOSED = 0.6  # training ends when this share of the distance from the start value to 1 is gone
 EASY = 0.995  # steps that go right more often are taken as certain
 UPDATES = 300  # at most
@@ -55,12 +58,16 @@ class Method:
         right: chance that the localised step is the true one, else a uniform wrong one; None draws it uniformly from
             all steps.
         group_size, max_attempts: as of `sampler.failures`.
+        rate: of Adam, in logits.
+        groups: of each problem per step.
     """
 
     split: Split | None = None
     right: float | None = 1.0
     group_size: int = 8
     max_attempts: int = 12
+    rate: float = 0.2
+    groups: int = 1
 
 
 class Ratio(NamedTuple):
@@ -71,22 +78,41 @@ class Ratio(NamedTuple):
 
 
 def relative_tokens(grpo: Floats, method: Floats) -> Ratio:
-    """Mean tokens of GRPO over those of a method, one entry per seed (inf: never); NaN when GRPO never arrives.
+    """Median tokens of GRPO over those of a method, one entry per seed (inf: never); NaN when GRPO rarely arrives.
+
+    The median, because a run in many may get stuck; its error is from the quartiles, as of a normal distribution.
 
     >>> relative_tokens(np.array([2.0, 2.0]), np.array([1.0, 1.0]))
     Ratio(value=2.0, error=0.0)
     """
-    if not np.isfinite(grpo).all():
+    middle, base = float(np.median(method)), float(np.median(grpo))
+    if math.isinf(base):
         return Ratio(math.nan, math.nan)
-    if not np.isfinite(method).all():
+    if math.isinf(middle):
         return Ratio(0.0, math.nan)
-    value = grpo.mean() / method.mean()
-    spread = sum(float(x.var(ddof=1)) / len(x) / float(x.mean()) ** 2 for x in (grpo, method)) if len(grpo) > 1 else 0.0
-    return Ratio(float(value), float(value) * math.sqrt(spread))
+    value = base / middle
+    return Ratio(value, value * math.hypot(_error_of_median(grpo) / base, _error_of_median(method) / middle))
 
 
-def tokens_to_target(chains: Chains, method: Method, seeds: int = 8) -> Floats:
-    """Sampled tokens, in thoughts, until the target is reached: float64 [seeds], inf where it is not."""
+def _error_of_median(values: Floats) -> float:
+    low, high = (float(np.quantile(values, q, method="nearest")) for q in (0.25, 0.75))
+    return 0.93 * (high - low) / math.sqrt(len(values))  # √(π/2) · (high − low)/1.349
+
+
+def tuned(chains: Chains, method: Method, seeds: int = 32) -> Method:
+    """The method with the rate and the groups per step that reach the target with the fewest tokens."""
+    tried = [replace(method, rate=rate, groups=groups) for rate in RATES for groups in GROUPS]
+    return min(tried, key=lambda one: tokens_to_target(chains, one, seeds, draw=1).mean())
+
+
+def tokens_to_target(chains: Chains, method: Method, seeds: int = 32, draw: int = 0) -> Floats:
+    """Sampled tokens, in thoughts, until the target is reached: float64 [seeds], inf where it is not.
+
+    Args:
+        chains, method: what is trained, and how.
+        seeds: independent runs.
+        draw: number of their random stream.
+    """
     hard = chains.success < EASY
     width = max(int(hard.sum(1).max()), 1)
     # Hard steps first, in their order: padded with certain ones behind the end.
@@ -100,13 +126,15 @@ def tokens_to_target(chains: Chains, method: Method, seeds: int = 8) -> Floats:
     spent, reached = np.zeros(seeds), np.full(seeds, np.inf)
     first = _value(logit, kept)
     target = first + CLOSED * (1 - first)
-    rng = Stream("resets", 0).generator()
+    rng = Stream("resets", draw).generator()
     for update in range(1, UPDATES + 1):
-        gradient, tokens = table.gradient(1 / (1 + np.exp(-logit)), rng)
-        spent += tokens
+        chance = 1 / (1 + np.exp(-logit))
+        parts = [table.gradient(chance, rng) for _ in range(method.groups)]
+        gradient = sum(part for part, _ in parts) / method.groups
+        spent += sum(tokens for _, tokens in parts)
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient**2
-        logit += RATE * mean / (1 - 0.9**update) / (np.sqrt(square / (1 - 0.999**update)) + 1e-8)
+        logit += method.rate * mean / (1 - 0.9**update) / (np.sqrt(square / (1 - 0.999**update)) + 1e-8)
         reached = np.where(np.isinf(reached) & (_value(logit, kept) >= target), spent, reached)
         if np.isfinite(reached).all():
             break

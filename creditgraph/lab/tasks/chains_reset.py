@@ -13,8 +13,6 @@ wrong step that is not repaired by the next thought (our reading: it is where th
 thought could have saved it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ left needs one value per pair of them (`markov_values`); a language model reads 
 goes over all sequences of right thoughts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ itself stays in the problem as ``text``. With the numbers 5, 2 and 65, 65 / 5 = 
 A wrong number is carried along by every later statement.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

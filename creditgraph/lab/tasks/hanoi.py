@@ -4,8 +4,6 @@ question   x1 x2 y3 to z1 y2 y3 in 6        (pegs of disks 1, 2 and 3, the small
 solution   z1 : z1 x2 y3 </thought> y2 : z1 y2 y3 \\boxed{ done } </thought>
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

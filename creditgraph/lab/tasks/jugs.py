@@ -4,8 +4,6 @@ question   3 5 : 0 0 to 4 in 8        (capacities of jugs a and b, what they hol
 solution   fill b : 0 5 </thought> pour b a : 3 2 </thought> empty a : 0 2 </thought> …
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Families whose problems were drawn once from reasoning-gym and are shipped as Parquet files (see tools/task_rows)."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache

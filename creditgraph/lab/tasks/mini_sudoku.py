@@ -8,8 +8,6 @@ Puzzles are those of reasoning-gym's mini_sudoku, each with one solution. Cells 
 Cells may be filled in any order; the last thought boxes the grid, row by row.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

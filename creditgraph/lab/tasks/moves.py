@@ -11,8 +11,6 @@ budget of moves lasts. So the first error of a response is the first thought
 (our reading of "first wrong step" where steps can be undone: the last moment at which the problem was still solvable).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ the choice). Unlike there a walk may go back, at the price of the budget of move
 to choose rightly at a rate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import Any

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from creditgraph.pipeline.app.audit.checks import Check, Finding
+from creditgraph.pipeline.app.audit.designs import WORDS
+from creditgraph.pipeline.app.audit.likely import likely
 from creditgraph.pipeline.app.audit.targets import AuditError
 from creditgraph.pipeline.core.errors import did_you_mean
 
@@ -30,26 +32,37 @@ class Result:
 
 def all_checks() -> tuple[Check, ...]:
     """Every check, in the order in which they run."""
-    from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
     from creditgraph.pipeline.app.audit.loss import LOSS
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
-    from creditgraph.pipeline.app.audit.records import RECORDS
+    from creditgraph.pipeline.app.audit.records_tokens import RECORDS
 
-    return (*CONTRACT, *METAMORPHIC, *GRADIENT, *LOSS, *RECORDS)
+    return (*of_advantages(), *LOSS, *RECORDS)
+
+
+def of_advantages() -> tuple[Check, ...]:
+    """The checks of a function that gives advantages."""
+    from creditgraph.pipeline.app.audit.contract import CONTRACT
+    from creditgraph.pipeline.app.audit.critic import CRITIC
+    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
+
+    return (*CONTRACT, *METAMORPHIC, *CRITIC, *GRADIENT)
 
 
 def known_names(names: Iterable[str]) -> frozenset[str]:
-    """Names of checks; raises AuditError for one that there is not."""
-    known = {check.name for check in all_checks()}
+    """Names of checks, where a word such as "reinforce++" stands for several; raises AuditError for an unknown one."""
+    known = {check.name: frozenset({check.name}) for check in all_checks()} | dict(WORDS)
     for name in names:
         if name not in known:
             raise AuditError(f"--declare {name}: no such check.{did_you_mean(name, known)}")
-    return frozenset(names)
+    return frozenset().union(*(known[name] for name in names))
 
 
 def run_checks(
-    target: Any, checks: Sequence[Check], declared: frozenset[str] = frozenset(), layers: frozenset[str] = frozenset()
+    target: Any,
+    checks: Sequence[Check],
+    declared: frozenset[str] = frozenset(),
+    layers: frozenset[str] = frozenset(),
+    known: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Runs checks on one target.
 
@@ -58,11 +71,12 @@ def run_checks(
         checks: those of its kind.
         declared: names of checks whose failure is wanted, beside those that the target declares itself.
         layers: runs the checks of these layers only; empty for all.
+        known: check → why its failure is known, as of a file.
 
     Raises:
         AuditError: the target cannot be called, or declares a check that there is not.
     """
-    wanted: Mapping[str, str] = target.declares
+    wanted: Mapping[str, str] = {**(known or {}), **target.declares}
     known_names(wanted)
     results = []
     for check in checks:
@@ -74,7 +88,13 @@ def run_checks(
             reason = wanted.get(check.name, "declared on the command line")
             finding = dataclasses.replace(finding, verdict="declared", message=f"{finding.message} ({reason})")
         results.append(Result(target=target.name, check=check, finding=finding, seconds=time.perf_counter() - begin))
-    return results
+    bad = failures(results)
+    fault = likely(target, [r.finding for r in bad], [r.check.name for r in bad])
+    return [_told(r, fault) if fault and r in bad else r for r in results]
+
+
+def _told(result: Result, fault: str) -> Result:
+    return dataclasses.replace(result, finding=dataclasses.replace(result.finding, likely=fault))
 
 
 def _run(check: Check, target: Any) -> Finding:
@@ -101,6 +121,8 @@ def table(results: Sequence[Result]) -> str:
         if result.target != target:
             target = result.target
             lines += ["", target] if lines else [target]
+            faults = dict.fromkeys(r.finding.likely for r in failures(results) if r.target == target)
+            lines += [f"  likely: {fault}" for fault in faults if fault]
         finding = result.finding
         text = finding.message or result.check.title
         lines.append(f"  {MARKS[finding.verdict]} {result.check.name:{width}}  {text}")

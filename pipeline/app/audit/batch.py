@@ -26,6 +26,7 @@ class Batch:
         truncated: bool [N], True for one that ran out of tokens.
         turns: int64 [N, T], the turn of each response token, −1 for observations between turns and for padding.
         turn_rewards: float64 [N, K], rewards of turns beside the outcome; 0 where a row has fewer turns.
+        values: float64 [N, T], a critic's value before each token: what is still expected; 0 in padding.
     """
 
     rewards: Floats
@@ -35,6 +36,7 @@ class Batch:
     truncated: Bools
     turns: Ints
     turn_rewards: Floats
+    values: Floats
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -63,6 +65,36 @@ class Batch:
         return out
 
     @property
+    def dones(self) -> Bools:
+        """bool [N, T]: True at each row's last response token."""
+        return np.arange(self.width)[None, :] == self.last[:, None]
+
+    @property
+    def next_values(self) -> Floats:
+        """float64 [N, T]: the value after each token, 0 after the last one."""
+        return np.concatenate([self.values[:, 1:], np.zeros((len(self), 1))], axis=1) * ~self.dones
+
+    @property
+    def last_values(self) -> Floats:
+        """float64 [N]: the value after each row's last token, which is 0 as the response has ended."""
+        return np.zeros(len(self))
+
+    @property
+    def baselines(self) -> Floats:
+        """float64 [N]: the value of each row's prompt."""
+        return self.values[:, 0]
+
+    @property
+    def old_logprobs(self) -> Floats:
+        """float64 [N, T]: log-probs of the tokens, all alike."""
+        return np.full(self.turns.shape, -0.7)
+
+    @property
+    def sum_pi_squared(self) -> Floats:
+        """float64 [N, T]: Σ π² over the vocabulary before each token, all alike."""
+        return np.full(self.turns.shape, 0.4)
+
+    @property
     def group_sizes(self) -> Ints:
         """int64 [groups]: rows of each group."""
         return np.unique(self.groups, return_counts=True)[1]
@@ -80,7 +112,19 @@ class Batch:
     def padded(self, width: int) -> Self:
         """The same rows with padding up to `width` tokens."""
         more = np.full((len(self), width - self.width), -1, dtype=np.int64)
-        return self.with_(turns=np.concatenate([self.turns, more], axis=1))
+        turns = np.concatenate([self.turns, more], axis=1)
+        return self.with_(turns=turns, values=np.concatenate([self.values, np.zeros(more.shape)], axis=1))
+
+    def shifted(self, amount: Any) -> Self:
+        """The same rows with `amount`, a number or [N], added to their outcomes, which their critic knows of."""
+        more = np.broadcast_to(np.asarray(amount, dtype=np.float64), (len(self),))
+        inside = np.arange(self.width)[None, :] < self.lengths[:, None]
+        return self.with_(rewards=self.rewards + more, values=self.values + np.where(inside, more[:, None], 0.0))
+
+    def scaled(self, factor: float) -> Self:
+        """The same rows with all rewards and values `factor` times as large."""
+        names = ("rewards", "turn_rewards", "values")
+        return self.with_(**{name: factor * getattr(self, name) for name in names})
 
     def shown(self) -> list[dict[str, Any]]:
         """The rows as a person reads them: what is usual is left out."""
@@ -121,8 +165,9 @@ def make(
     truncated: list[bool] | None = None,
     turns: list[list[int]] | None = None,
     turn_rewards: list[list[float]] | None = None,
+    values: list[list[float]] | None = None,
 ) -> Batch:
-    """A batch from lists; each row has 3 tokens and one turn unless said otherwise.
+    """A batch from lists; each row has 3 tokens, one turn and a critic of no meaning unless said otherwise.
 
     >>> make([1.0, 0.0], [0, 0], lengths=[1, 2]).mask.tolist()
     [[True, False], [True, True]]
@@ -137,8 +182,11 @@ def make(
         grid[i, : len(row)] = row
     kinds = int(grid.max(initial=0)) + 1
     given = np.zeros((count, kinds))
-    for i, values in enumerate(turn_rewards or []):
-        given[i, : len(values)] = values
+    for i, row_rewards in enumerate(turn_rewards or []):
+        given[i, : len(row_rewards)] = row_rewards
+    critic = np.zeros(grid.shape)
+    for i, size in enumerate(sizes):
+        critic[i, :size] = [((3 * i + 5 * t) % 7) / 10 for t in range(size)] if values is None else values[i]
     return Batch(
         rewards=np.array(rewards, dtype=np.float64),
         groups=np.array(groups, dtype=np.int64),
@@ -147,4 +195,5 @@ def make(
         truncated=np.zeros(count, dtype=bool) if truncated is None else np.array(truncated, dtype=bool),
         turns=grid,
         turn_rewards=given,
+        values=critic,
     )

@@ -17,12 +17,14 @@ class Finding:
     Attributes:
         verdict: "declared" is a failure that the user or the author of the target wants.
         message: with numbers; for "not applicable" the reason.
+        likely: the fault that this failure most likely comes from, as a sentence; "" if none is known.
         example: the smallest counter-example found, as JSON values.
         size: of the failure, in the check's unit; 0 without one.
     """
 
     verdict: Verdict
     message: str = ""
+    likely: str = ""
     example: Mapping[str, Any] = field(default_factory=dict)
     size: float = 0.0
 

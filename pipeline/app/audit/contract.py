@@ -13,6 +13,7 @@ import numpy as np
 
 from creditgraph.pipeline.app.audit.batch import Batch, make
 from creditgraph.pipeline.app.audit.checks import Check, Finding, passed
+from creditgraph.pipeline.app.audit.designs import recognised
 from creditgraph.pipeline.app.audit.targets import AdvantageTarget, AuditError
 
 SECONDS = 10.0  # of one call
@@ -64,7 +65,10 @@ def returns(target: AdvantageTarget) -> Finding:
     if bad:
         example = {"batch": BATCHES[0].shown(), "advantages": result.tolist()}
         return Finding(verdict="fail", message=f"{bad} advantages are no numbers", example=example, size=bad)
-    return passed(f"called with {target.note}" if target.note else "")
+    forms = "".join(f", {p} as {form}" for p, form in target.forms.items() if form not in ("", "bool"))
+    design = recognised(target)
+    known = f"; {design.words}" if design else ""
+    return passed(f"called with {target.note}{forms}{known}" if target.note else known[2:])
 
 
 def repeats(target: AdvantageTarget) -> Finding:

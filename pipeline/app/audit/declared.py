@@ -1,7 +1,5 @@
 """Checks that a method of ours fails by its definition, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +8,14 @@ from creditgraph.components.learner.objective.cispo import CISPO
 from creditgraph.components.learner.objective.gspo import GSPO
 from creditgraph.components.learner.objective.trace import Trace
 
+_EARLY = "a λ-trace weighs token k by (1 − d^{T−k+1})/(1 − d), so early tokens more than late ones"
 _MAXRL = "MaxRL divides by the mean of the group, the share of correct responses where rewards are 0 and 1"
 
 # Class → check of `creditgraph audit` → why its failure is wanted.
 DECLARED: Mapping[type, Mapping[str, str]] = {
     CISPO: {"loss_clip": "clipping bounds a token's weight and stops no token"},
     GSPO: {"loss_token_credit": "one ratio of the whole response moves all of its tokens alike"},
-    Trace: {"loss_chain": "a λ-trace weighs token k by (1 − d^{T−k+1})/(1 − d), so early tokens more than late ones"},
+    Trace: dict.fromkeys(("loss_chain", "loss_lengths"), _EARLY),
 }
 
 

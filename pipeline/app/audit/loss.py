@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,11 @@ import torch
 from creditgraph.pipeline.app.audit.batch import Floats
 from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
 from creditgraph.pipeline.app.audit.contract import limited
-from creditgraph.pipeline.app.audit.gradient import GROUP, Comparison, judged
+from creditgraph.pipeline.app.audit.loss_cut import CUT, cut, padding
+from creditgraph.pipeline.app.audit.loss_gradient import EXPECTED, later_steps
 from creditgraph.pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
-from creditgraph.pipeline.app.audit.problems import PROBLEMS, Problem
-from creditgraph.pipeline.app.audit.ratios import clipping, numeric_settings, overflow
+from creditgraph.pipeline.app.audit.ratios import clipping, overflow
 from creditgraph.pipeline.app.audit.targets import AuditError
-
-CUT = ("micro_batch_size", "micro_batches", "num_micro_batches", "minibatch_size", "gradient_accumulation_steps")
-"""parameters that say how a batch is cut, which must not change the loss"""
 
 
 def returns(target: LossTarget) -> Finding:
@@ -77,18 +72,20 @@ def differences(target: LossTarget) -> Finding:
 
 
 def _weighted_logprobs(target: LossTarget, inputs: LossInputs, gradient: Floats) -> float:
-    """How far the loss is from Σ w log π with fixed weights w: a shift of all log-probs of a token leaves every ratio,
-    and with it the weights, as they are, so that such a loss changes by w alone, its gradient."""
+    """How far the loss is from Σ w log π, with fixed weights w, plus a KL term of log π − log π_ref.
+
+    A shift of all log-probs of a token leaves every ratio, and with it the weights and the KL term, as they are, so
+    that the loss changes by w alone; a shift of the reference changes the KL term alone, by minus its gradient.
+    """
     numeric = np.zeros_like(gradient)
+    every = ("logprobs", "old_logprobs", "reference_logprobs")
     for place in zip(*inputs.batch.mask.nonzero(), strict=True):
-        values = []
-        for step in (1e-4, -1e-4):
-            kinds = ("logprobs", "old_logprobs", "reference_logprobs")
-            moved = {kind: getattr(inputs, kind).copy() for kind in kinds}
-            for kind in kinds:
-                moved[kind][place] += step
-            values.append(target.value_and_gradient(inputs.with_(**moved))[0])
-        numeric[place] = (values[0] - values[1]) / 2e-4
+        for kinds, sign in ((every, 1.0), (every[2:], -1.0)):
+            for step in (1e-4, -1e-4):
+                moved = {kind: getattr(inputs, kind).copy() for kind in kinds}
+                for kind in kinds:
+                    moved[kind][place] += step
+                numeric[place] += sign * target.value_and_gradient(inputs.with_(**moved))[0] / (2 * step)
     largest = float(np.abs(gradient).max())
     return float(np.abs(np.where(inputs.batch.mask, gradient, 0.0) - numeric).max()) / largest if largest else 1.0
 
@@ -120,6 +117,7 @@ def token_credit(target: LossTarget) -> Finding:
             return Finding(
                 verdict="fail",
                 message=f"more credit of token {token} of row {row} does not move that token most; {likely}",
+                likely=f"token credit is lost: {likely}",
                 example={
                     "row": int(row),
                     "token": int(token),
@@ -146,6 +144,7 @@ def on_policy(target: LossTarget) -> Finding:
             verdict="fail",
             message=f"{int(wrong.sum())} of {int(mask.sum())} tokens do not move with their advantage: row {row}, "
             f"token {token} has advantage {advantage:+.3g} and gradient {slope:+.3g}",
+            likely="is a sign turned round?" if wrong[mask].all() else "",
             example={"row": row, "token": token, "advantage": advantage, "gradient": slope},
             size=float(wrong.sum() / mask.sum()),
         )
@@ -169,69 +168,9 @@ def masked_tokens(target: LossTarget) -> Finding:
     return Finding(
         verdict="fail",
         message=f"tokens outside the mask move the loss by {moved:.3g}, and have gradients up to {leak:.3g}",
+        likely="is the mask left out of a sum or mean, shifted by one, or turned round?",
         example={"mask": inputs.batch.mask.astype(int).tolist(), "gradient": np.round(gradient, 5).tolist()},
         size=max(moved, leak),
-    )
-
-
-def padding(target: LossTarget) -> Finding:
-    """More padding."""
-    inputs = sample(0.05)
-    value, gradient = target.value_and_gradient(inputs)
-    other, wide = target.value_and_gradient(inputs.padded(3))
-    gap = float(np.abs(gradient - wide[:, : gradient.shape[1]]).max() / max(np.abs(gradient).max(), 1e-12))
-    if gap < 1e-5 and abs(value - other) < 1e-5 * max(1.0, abs(value)):
-        return passed()
-    return Finding(
-        verdict="fail",
-        message=f"three more tokens of padding change the loss from {value:.5g} to {other:.5g}, gradients by {gap:.2g}",
-        example={"loss": value, "padded": other},
-        size=gap,
-    )
-
-
-def cut(target: LossTarget) -> Finding:
-    """The batch cut into micro-batches."""
-    inputs = sample(0.05)
-    value, gradient = target.value_and_gradient(inputs)
-    names = [name for name in target.settings if name in CUT]
-    if names and target.with_settings is not None:
-        for count in (1, 2, 3, 6):
-            other, moved = target.with_settings(dict.fromkeys(names, count)).value_and_gradient(inputs)
-            gap = float(np.abs(moved - gradient).max() / max(np.abs(gradient).max(), 1e-12))
-            if gap > 1e-5:
-                return Finding(
-                    verdict="fail",
-                    message=f"{names[0]} {count} changes the loss from {value:.5g} to {other:.5g}, gradients by "
-                    f"{gap:.2g}",
-                    example={names[0]: [target.settings[names[0]], count], "loss": [value, other]},
-                    size=gap,
-                )
-        return passed(f"{', '.join(names)} changes nothing")
-    parts = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
-    halves = [target.value_and_gradient(inputs.rows(rows)) for rows in parts]
-    gaps = {}
-    for how, sizes in (
-        ("rows", [len(rows) for rows in parts]),
-        ("tokens", [int(inputs.batch.mask[rows].sum()) for rows in parts]),
-        ("nothing", [len(parts)] * len(parts)),
-    ):
-        whole = len(parts) if how == "nothing" else sum(sizes)
-        shares = [s / whole for s in sizes]
-        joined = np.zeros_like(gradient)
-        for rows, share, (_, part) in zip(parts, shares, halves, strict=True):
-            joined[rows] += share * part[:, : gradient.shape[1]]
-        gaps[how] = float(np.abs(joined - gradient).max() / max(np.abs(gradient).max(), 1e-12))
-    best = min(gaps, key=lambda how: gaps[how])
-    if gaps[best] < 1e-5:
-        told = "added up" if best == "nothing" else f"weighted by their {best}"
-        return passed(f"micro-batches give the whole batch's gradient if they are {told}")
-    return Finding(
-        verdict="fail",
-        message="no weighting of micro-batches by rows or tokens gives the whole batch's gradient (off by "
-        f"{gaps[best]:.2g})",
-        example={"losses": [value, [v for v, _ in halves]]},
-        size=gaps[best],
     )
 
 
@@ -301,94 +240,6 @@ def reference(target: LossTarget) -> Finding:
     return passed("pulls towards the reference")
 
 
-def later_steps(target: LossTarget) -> Finding:
-    """E[−∇ loss] over responses of the old policy, after the policy has moved inside the clip, against its own ∇J."""
-    if "old_logprobs" not in target.reads:
-        return skipped("takes no old log-probs")
-    old = next(problem for problem in PROBLEMS if problem.name == "bandit")
-    clip = min([float(target.settings[n]) for n in numeric_settings(target, "clip", "eps")], default=0.2)
-    shift = 0.4 * min(clip, 0.2) * np.array([[0.5, -1.0, 0.5]])
-    new = dataclasses.replace(old, logits=old.logits + shift)
-    estimator = OfLoss(target=target, old=old)
-    expected = np.sum([p * estimator.gradient(new, chosen) for p, chosen in old.groups(GROUP)], axis=0)
-    comparison = Comparison(expected=expected, true=new.true_gradient(False), noise=0.0)
-    numbers = (
-        f"cosine {comparison.cosine:.4f}, scale {comparison.scale:.3g}, logits moved by up to {np.abs(shift).max():.2g}"
-    )
-    if comparison.cosine >= old.least:
-        return passed(numbers)
-    example = {"expected": np.round(expected, 5).tolist(), "true": np.round(comparison.true, 5).tolist()}
-    message = f"the expected gradient is not along ∇J of the moved policy: {numbers}"
-    return Finding(verdict="fail", message=message, example=example, size=1.0 - comparison.cosine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfLoss:
-    """g = −∇ loss with advantages R − mean R of the group.
-
-    Attributes:
-        target: the loss.
-        old: the policy that sampled; None: the present one.
-    """
-
-    target: LossTarget
-    old: Problem | None = None
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Without rewards of turns: advantages are of the outcome."""
-        return frozenset()
-
-    def gradient(self, problem: Problem, chosen: tuple[int, ...]) -> Floats:
-        """From one group."""
-        batch = problem.batch(chosen)
-        logprobs = _of_responses(problem, chosen, batch.mask.shape)
-        old = logprobs if self.old is None else _of_responses(self.old, chosen, batch.mask.shape)
-        centred = (batch.rewards - batch.rewards.mean()) * len(chosen) / (len(chosen) - 1)
-        inputs = LossInputs(
-            batch=batch,
-            logprobs=logprobs,
-            old_logprobs=old,
-            reference_logprobs=logprobs,
-            advantages=np.where(batch.mask, centred[:, None], 0.0),
-        )
-        _, by_token = self.target.value_and_gradient(inputs)
-        scores = problem.scores()
-        total = np.zeros_like(problem.logits)
-        for row, response in enumerate(chosen):
-            own = scores[response]
-            total -= np.tensordot(by_token[row, : len(own)], own, axes=1)
-        return total
-
-
-def _of_responses(problem: Problem, chosen: tuple[int, ...], shape: tuple[int, ...]) -> Floats:
-    """float64 [N, T]: log-probs of the tokens of these responses."""
-    table = problem.logprobs()
-    out = np.full(shape, -0.7)
-    for row, response in enumerate(chosen):
-        for t, decision in enumerate(problem.responses[response].decisions):
-            if decision:
-                out[row, t] = table[decision]
-    return out
-
-
-def expected_gradient(target: LossTarget, problem: Problem) -> Finding:
-    """The check of one problem."""
-    return judged(OfLoss(target=target), problem)
-
-
-def _of(problem: Problem) -> Check:
-    if problem.name == "lengths":
-        # Means over tokens or rows weigh long responses otherwise than the sum does; those who take them want it.
-        problem = dataclasses.replace(problem, least=0.85)
-    return Check(
-        name=f"loss_{problem.name}",
-        layer="loss",
-        title=f"E[−∇ loss] is along ∇J: {problem.title}.",
-        run=lambda target: expected_gradient(target, problem),
-    )
-
-
 LOSS = (
     Check(name="loss_returns", layer="loss", title="The loss is a number, the same each time.", run=returns),
     Check(name="loss_gradient", layer="loss", title="The gradient is that of the value.", run=differences),
@@ -402,5 +253,5 @@ LOSS = (
     Check(name="loss_clip", layer="loss", title="The clip stops what has moved far enough.", run=clipping),
     Check(name="loss_steps", layer="loss", title="After a step E[−∇ loss] is along ∇J still.", run=later_steps),
     Check(name="loss_overflow", layer="loss", title="Extreme ratios give numbers.", run=overflow),
-    *(_of(problem) for problem in PROBLEMS if problem.name in ("bandit", "chain", "lengths")),
+    *EXPECTED,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.pipeline.app.audit.batch import Batch, Floats, make
-from creditgraph.pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, column_of
+from creditgraph.pipeline.app.audit.targets import LOSS_COLUMNS, AuditError, bind, call_in_a_form, column_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,6 +31,14 @@ class LossInputs:
     old_logprobs: Floats
     reference_logprobs: Floats
     advantages: Floats
+
+    def shown(self) -> list[dict[str, Any]]:
+        """The rows as a person reads them."""
+        kinds = ("logprobs", "old_logprobs", "advantages")
+        rows = self.batch.shown()
+        for i, row in enumerate(rows):
+            row.update({kind: np.round(getattr(self, kind)[i, : row["tokens"]], 3).tolist() for kind in kinds})
+        return rows
 
     def with_(self, **changes: Any) -> LossInputs:
         """A copy with some fields replaced."""
@@ -60,6 +68,7 @@ class LossTarget:
         call: the loss of the inputs at log-probs given as a tensor that needs a gradient: a scalar, or a loss per
             token, which is summed over the mask; of a tuple, its first part.
         changed: names of parameters that the function has written into so far.
+        accumulate: how the trainer weights micro-batches: "sum", "mean", "rows" or "tokens"; None if that is not known.
         reads: columns that it is given.
         settings, with_settings, declares, note: as of `AdvantageTarget`.
     """
@@ -72,6 +81,7 @@ class LossTarget:
     declares: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     changed: set[str] = field(default_factory=set)
+    accumulate: str | None = None
 
     def loss(self, inputs: LossInputs, logprobs: Tensor) -> Tensor:
         """The loss as a scalar."""
@@ -99,14 +109,22 @@ class LossTarget:
 
 
 def loss_function(
-    function: Callable[..., Any], name: str, given: Mapping[str, str], settings: Mapping[str, Any]
+    function: Callable[..., Any],
+    name: str,
+    given: Mapping[str, str],
+    settings: Mapping[str, Any],
+    accumulate: str | None = None,
 ) -> LossTarget:
-    """The target of a plain function."""
+    """The target of a plain function; `accumulate` is by default its attribute `audit_accumulate`, if it has one."""
     binding = bind(function, name, given, settings)
     parameters = inspect.signature(function).parameters
     changed: set[str] = set()
+    forms: dict[str, str] = {}
 
     def call(inputs: LossInputs, logprobs: Tensor) -> Any:
+        return call_in_a_form(lambda forms: once(inputs, logprobs, forms), binding.columns, forms)
+
+    def once(inputs: LossInputs, logprobs: Tensor, forms: Mapping[str, str]) -> Any:
         values: dict[str, Any] = {}
         for parameter, column in binding.columns.items():
             if column == "logprobs":
@@ -116,16 +134,16 @@ def loss_function(
             elif column in LOSS_COLUMNS:
                 values[parameter] = torch.from_numpy(getattr(inputs, column).copy())
             else:
-                values[parameter] = column_of(inputs.batch, column, "torch", parameters[parameter].annotation)
+                form = forms.get(parameter, "")
+                values[parameter] = column_of(inputs.batch, column, "torch", parameters[parameter].annotation, form)
         before = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
         result = function(**values, **copy.deepcopy(dict(binding.settings)))
         changed.update(n for n, value in before.items() if not torch.equal(value.nan_to_num(), values[n].nan_to_num()))
         return result
 
     def again(changed: Mapping[str, Any]) -> LossTarget:
-        return loss_function(function, name, given, {**settings, **changed})
+        return loss_function(function, name, given, {**settings, **changed}, accumulate)
 
-    told = ", ".join(f"{p}: {c}" if p != c else p for p, c in binding.columns.items())
     return LossTarget(
         name=name,
         call=call,
@@ -133,8 +151,9 @@ def loss_function(
         settings=binding.settings,
         with_settings=again,
         declares=dict(getattr(function, "audit_declares", {})),
-        note=f"{told} as torch arrays",
+        note=f"{binding.told} as torch arrays",
         changed=changed,
+        accumulate=accumulate or getattr(function, "audit_accumulate", None),
     )
 
 

@@ -79,12 +79,13 @@ def uneven_groups(target: AdvantageTarget) -> Finding:
 
 
 def reward_shift(target: AdvantageTarget) -> Finding:
-    """A constant added to all rewards of a group."""
+    """A constant added to all rewards of a group, which a critic knows of."""
+    target = target.undiscounted
 
     def case(batch: Batch, _: Random) -> Case:
         mine = batch.groups == batch.groups[0]
-        other = batch.with_(rewards=batch.rewards + 2.0 * mine)
-        return compare(target, batch, other, f"2 was added to every reward of group {batch.groups[0]}")
+        more = "every reward and value" if target.has_critic else "every reward"
+        return compare(target, batch, batch.shifted(2.0 * mine), f"2 was added to {more} of group {batch.groups[0]}")
 
     return judged(search(Kind(shape_of(target)), case), "an advantage depends on a constant in the rewards")
 
@@ -93,8 +94,7 @@ def reward_scale(target: AdvantageTarget) -> Finding:
     """All rewards scaled: advantages stay, or are scaled too."""
 
     def case(batch: Batch, _: Random) -> Case:
-        scaled = batch.with_(rewards=4.0 * batch.rewards, turn_rewards=4.0 * batch.turn_rewards)
-        before, after = target.advantages(batch), target.advantages(scaled)
+        before, after = target.advantages(batch), target.advantages(batch.scaled(4.0))
         # Standard deviations with an epsilon are scaled by a little less than their rewards.
         stays = np.allclose(before, after, rtol=1e-2, atol=1e-4)
         return Case(batch, "every reward times 4", after if stays else 4.0 * before, after, batch.mask)
@@ -124,12 +124,39 @@ def invalid_rows(target: AdvantageTarget) -> Finding:
     )
 
 
-def no_signal(target: AdvantageTarget) -> Finding:
-    """Groups whose rewards are equal, and groups of one."""
+def truncated_rows(target: AdvantageTarget) -> Finding:
+    """The flag of a row that ran out of tokens, and the reward of one that has no credit for it."""
+    if "truncated" not in target.reads:
+        return skipped("is not told which rows are truncated")
+    changed = False
+
+    def case(batch: Batch, _: Random) -> Case:
+        nonlocal changed
+        first = np.arange(len(batch)) == 0
+        cut = batch.with_(truncated=first)
+        other = cut.with_(rewards=np.where(first, 3.0 - cut.rewards, cut.rewards))
+        before = target.advantages(cut)
+        changed = changed or not np.array_equal(before, target.advantages(batch))
+        how = "row 0 is truncated and has no credit, and its reward r became 3 − r"
+        # A row that keeps its credit is one of the group, as with a penalty for its length.
+        excluded = not np.any(before[0][batch.mask[0]]) and not np.any(target.advantages(other)[0][batch.mask[0]])
+        return compare(target, cut, other, how, rows=None if excluded else np.zeros(len(batch), dtype=bool))
+
     shape = shape_of(target)
+    kind = Kind(Shape(shape.uneven, shape.mixed, False), rows=3)
+    finding = judged(search(kind, case), "the reward of a truncated row moves the others' advantages")
+    if finding.verdict == "pass" and not changed:
+        return Finding(verdict="fail", message="which rows are truncated changes nothing", size=1.0)
+    return finding
+
+
+def no_signal(target: AdvantageTarget) -> Finding:
+    """Groups whose rewards are equal, as a critic knows, and groups of one."""
+    shape, target = shape_of(target), target.undiscounted
     # Of .1 and 1/3 in float32 the mean of a group is another number: a small epsilon makes noise a signal.
     for size, rewards in ((3, (1.0, 0.0)), (3, (0.1, 1 / 3)), (5, (0.1, 1 / 3)), (7, (0.1, 1 / 3))):
-        equal = make([rewards[0]] * size + [rewards[1]] * size, [0] * size + [1] * size)
+        outcomes = [rewards[0]] * size + [rewards[1]] * size
+        equal = make(outcomes, [0] * size + [1] * size, values=[[r] * 3 for r in outcomes])
         result = target.advantages(equal)
         if not np.isfinite(result).all() or np.abs(result).max() > (1e-3 if rewards[0] == 1 else 0.05):
             example = {"batch": equal.shown(), "advantages": rounded(result)}
@@ -193,6 +220,8 @@ def monotone(target: AdvantageTarget) -> Finding:
         higher[0] += 1.0
         before, after = target.advantages(batch), target.advantages(batch.with_(rewards=higher))
         first = batch.mask & (np.arange(len(batch)) == 0)[:, None]
+        if target.has_critic:  # discounted by λ a reward moves the last tokens most, and whitening then lowers others
+            before, after = (np.where(first, x, 0).sum() / first.sum() * np.ones_like(x) for x in (before, after))
         lower = np.where(first & (after < before - 1e-4), before, after)
         return Case(batch, "the reward of row 0 was raised by 1", lower, after, first)
 
@@ -265,6 +294,7 @@ METAMORPHIC = (
     Check(name="reward_shift", layer="metamorphic", title="A constant in the rewards cancels.", run=reward_shift),
     Check(name="reward_scale", layer="metamorphic", title="Scaled rewards scale credit, or do not.", run=reward_scale),
     Check(name="invalid_rows", layer="metamorphic", title="Rejected rows move no sibling.", run=invalid_rows),
+    Check(name="truncated_rows", layer="metamorphic", title="Truncated rows move no sibling.", run=truncated_rows),
     Check(name="no_signal", layer="metamorphic", title="Equal rewards give no credit.", run=no_signal),
     Check(name="padding", layer="metamorphic", title="Padding does not matter.", run=padding),
     Check(name="credit_outside", layer="metamorphic", title="Only chosen tokens have credit.", run=credit_outside),

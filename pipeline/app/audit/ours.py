@@ -1,7 +1,5 @@
 """Advantages and objectives of this project, and of plug-ins, as targets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class Problem:
         responses: all of them; their probabilities add up to 1.
         logits: float64 [states, actions], the policy.
         actions: int [states], how many of the actions each state has.
-        least: cosine of E[g] and ∇J that passes. Where returns have more than two values, dividing by a group's
-            standard deviation turns the direction, which is wanted by those who do it.
+        states: name of each state, for counter-examples.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Problem:
     responses: tuple[Response, ...]
     logits: Floats
     actions: tuple[int, ...]
-    least: float = 0.99
+    states: tuple[str, ...]
 
     def logprobs(self, logits: Floats | None = None) -> Floats:
         """float64 [states, actions], −∞ for actions that a state does not have."""
@@ -73,6 +73,7 @@ class Problem:
         table = self.logprobs()
         return np.array([r.chance * math.exp(sum(table[d] for d in r.decisions if d)) for r in self.responses])
 
+    @cache  # noqa: B019
     def scores(self) -> list[Floats]:
         """∇ log π of each token, per response float64 [tokens, states, actions]; 0 for observations."""
         probs = np.exp(self.logprobs())
@@ -91,11 +92,46 @@ class Problem:
         """float64 [responses]: outcome, and rewards of turns if the target is given them."""
         return np.array([r.reward + (sum(r.turn_rewards) if with_turns else 0.0) for r in self.responses])
 
+    @cache  # noqa: B019 - there are six problems
+    def values(self, chosen: int, with_turns: bool, noise: float = 0.0) -> list[float]:
+        """V before each token of a response: the expectation, over what agrees with it so far, of what is still due.
+
+        With `noise` a number of no meaning is added that depends, like V, on what is before the token.
+        """
+        probability, returns = self.probability(), self.returns(with_turns)
+        own = self.responses[chosen]
+        out = []
+        for t in range(len(own.decisions)):
+            agree = np.array([r.decisions[:t] == own.decisions[:t] for r in self.responses])
+            paid = sum(r for k, r in enumerate(own.turn_rewards) if with_turns and k not in own.turns[t:])
+            wrong = noise * ((5 * t + sum(3 + 7 * s + 4 * a for s, a in filter(None, own.decisions[:t]))) % 11) / 11
+            out.append(float((probability * agree) @ returns / (probability @ agree)) - paid + wrong)
+        return out
+
     def true_gradient(self, with_turns: bool) -> Floats:
         """∇J, float64 [states, actions]."""
         weight = self.probability() * self.returns(with_turns)
         out: Floats = np.sum([w * s.sum(0) for w, s in zip(weight, self.scores(), strict=True)], axis=0)
         return out
+
+    def lengths(self) -> Floats:
+        """float64 [responses]: tokens that the policy chose."""
+        return np.array([sum(d is not None for d in r.decisions) for r in self.responses], dtype=np.float64)
+
+    def row_mean_gradient(self) -> Floats:
+        """Σ p (R − E R) ∇ log π / length, float64 [states, actions]: what a mean over each row follows."""
+        probability, returns = self.probability(), self.returns(False)
+        weight = probability * (returns - probability @ returns) / self.lengths()
+        out: Floats = np.sum([w * s.sum(0) for w, s in zip(weight, self.scores(), strict=True)], axis=0)
+        return out
+
+    def doubled(self, most: int) -> tuple[int, int]:
+        """n and 2n, the largest sizes of groups of which there are at most `most`."""
+        kinds = len(self.responses)
+        half = 2
+        while math.comb(kinds + 2 * (half + 1) - 1, kinds - 1) <= most:
+            half += 1
+        return half, 2 * half
 
     def groups(self, size: int) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Every multiset of `size` responses with its probability."""
@@ -106,14 +142,20 @@ class Problem:
                 ways //= math.factorial(int(count))
             yield ways * float(np.prod(probability[list(chosen)])), chosen
 
-    def batch(self, chosen: tuple[int, ...]) -> Batch:
-        """One group of responses."""
+    def by_state(self, gradient: Floats) -> dict[str, list[float]]:
+        """A gradient as a person reads it: state → its actions."""
+        own = zip(self.states, self.actions, np.round(gradient, 4).tolist(), strict=True)
+        return {state: row[:count] for state, count, row in own}
+
+    def batch(self, chosen: tuple[int, ...], with_turns: bool = False, noise: float = 0.0) -> Batch:
+        """One group of responses, with the true V and `noise` as the values of a critic."""
         rows = [self.responses[i] for i in chosen]
         return make(
             [r.reward for r in rows],
             [0] * len(rows),
             turns=[list(r.turns) for r in rows],
             turn_rewards=[list(r.turn_rewards) for r in rows],
+            values=[self.values(i, with_turns, noise) for i in chosen],
         )
 
 
@@ -121,24 +163,30 @@ def _bandit() -> Problem:
     rewards = (0.0, 1.0, 0.0)
     rows = tuple(Response(decisions=((0, a),), turns=(0,), reward=r) for a, r in enumerate(rewards))
     logits = np.array([[0.6, -0.4, 0.1]])
-    return Problem(name="bandit", title="one decision, right or wrong", responses=rows, logits=logits, actions=(3,))
+    return Problem(
+        name="bandit",
+        title="one decision, right or wrong",
+        responses=rows,
+        logits=logits,
+        actions=(3,),
+        states=("the only decision",),
+    )
 
 
 def _lengths() -> Problem:
-    # Three ways to be right or wrong, in one token or four.
+    # Right or wrong in one token, or in four of which two leave no choice.
     rows = (
         Response(decisions=((0, 0),), turns=(0,), reward=1.0),
-        *(
-            Response(
-                decisions=((0, 1), (1, a), (2, b), (3, c)), turns=(0,) * 4, reward=float(a == 0 and (b == 0 or c == 0))
-            )
-            for a, b, c in itertools.product(range(2), repeat=3)
-        ),
+        *(Response(decisions=((0, 1), (1, 0), (2, 0), (3, a)), turns=(0,) * 4, reward=float(a == 0)) for a in range(2)),
         Response(decisions=((0, 2),), turns=(0,), reward=0.0),
     )
-    logits = np.array([[-0.5, 0.4, 0.3], [0.3, -0.2, 0.0], [-0.4, 0.1, 0.0], [0.2, -0.3, 0.0]])
     return Problem(
-        name="lengths", title="responses of one or four tokens", responses=rows, logits=logits, actions=(3, 2, 2, 2)
+        name="lengths",
+        title="responses of one or four tokens",
+        responses=rows,
+        logits=np.array([[-0.5, 0.4, 0.3], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.2, -0.3, 0.0]]),
+        actions=(3, 1, 1, 2),
+        states=("token 0", "token 1", "token 2", "token 3"),
     )
 
 
@@ -149,7 +197,12 @@ def _chain() -> Problem:
     )
     logits = np.array([[0.2, -0.3], [0.5, -0.1], [-0.2, 0.4]])
     return Problem(
-        name="chain", title="two decisions, both must be right", responses=rows, logits=logits, actions=(2, 2, 2)
+        name="chain",
+        title="two decisions, both must be right",
+        responses=rows,
+        logits=logits,
+        actions=(2, 2, 2),
+        states=("token 0", "token 1 after action 0", "token 1 after action 1"),
     )
 
 
@@ -158,7 +211,12 @@ def _graded() -> Problem:
     rows = tuple(Response(decisions=((0, a),), turns=(0,), reward=r) for a, r in enumerate(rewards))
     logits = np.array([[0.6, -0.4, 0.1, 0.5]])
     return Problem(
-        name="graded", title="one decision, graded rewards", responses=rows, logits=logits, actions=(4,), least=0.8
+        name="graded",
+        title="one decision, graded rewards",
+        responses=rows,
+        logits=logits,
+        actions=(4,),
+        states=("the only decision",),
     )
 
 
@@ -176,7 +234,14 @@ def _stop() -> Problem:
         *ends(((0, 1), None, (1, 1)), (0, -1, 1), 0.95),
     )
     logits = np.array([[0.7, -0.7], [0.1, -0.1]])
-    return Problem(name="stop", title="stop, or go on to another turn", responses=rows, logits=logits, actions=(2, 2))
+    return Problem(
+        name="stop",
+        title="stop, or go on to another turn",
+        responses=rows,
+        logits=logits,
+        actions=(2, 2),
+        states=("turn 0: stop or go on", "turn 1"),
+    )
 
 
 def _turns() -> Problem:
@@ -196,7 +261,7 @@ def _turns() -> Problem:
         responses=rows,
         logits=logits,
         actions=(2, 2, 2),
-        least=0.8,
+        states=("turn 0", "turn 1 after action 0", "turn 1 after action 1"),
     )
 
 

@@ -1,7 +1,5 @@
 """Checks of what a loss does with extreme ratios, and where its clip begins."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from creditgraph.pipeline.app.audit.checks import Finding, passed, skipped
@@ -24,6 +22,7 @@ def overflow(target: LossTarget) -> Finding:
             return Finding(
                 verdict="fail",
                 message=f"in {np.dtype(dtype).name} the loss is {value:.3g}, and {bad} gradients are no numbers",
+                likely="the exponential of a log ratio, or of their sum over a row, overflows: clamp it first",
                 example={"log ratios": log_ratios.tolist()},
                 size=max(bad, 1),
             )
@@ -32,7 +31,7 @@ def overflow(target: LossTarget) -> Finding:
 
 def clipping(target: LossTarget) -> Finding:
     """Rows that have moved far along their advantage, and with a dual clip those that have moved far against it."""
-    names = numeric_settings(target, "clip")
+    names = [n for n in numeric_settings(target, "clip", "eps") if "clip" in n or float(target.settings[n]) >= 0.05]
     if not names or "old_logprobs" not in target.reads:
         return skipped("has no setting of a clip, or no ratio to be clipped")
     inputs = sample(0.0)
@@ -65,6 +64,7 @@ def _mirror(target: LossTarget, inputs: LossInputs, names: list[str]) -> Finding
         verdict="fail",
         message=f"{int(stopped.sum())} of {int(mask.sum())} tokens that have moved against their advantage (ratios of "
         f"e^∓0.6) are not moved back: is the minimum with the unclipped term missing? ({', '.join(names)})",
+        likely="the minimum with the unclipped term is missing",
         example={"gradient": np.round(gradient, 5).tolist(), "advantages": inputs.advantages.tolist()},
         size=float(stopped.sum() / mask.sum()),
     )
@@ -87,6 +87,7 @@ def _bounds(target: LossTarget, inputs: LossInputs) -> Finding | None:
                 message=f"{int(wrong.sum())} of {int(mask.sum())} tokens "
                 f"{'inside' if moves else 'outside'} 1 − {low[0]:g} … 1 + {high[0]:g} "
                 f"{'have no' if moves else 'still have a'} gradient: are the two bounds exchanged?",
+                likely="are the lower and the upper bound of the clip exchanged?",
                 example={"ratio": np.round(ratio, 4).tolist(), "gradient": np.round(gradient, 5).tolist()},
                 size=float(wrong.sum() / mask.sum()),
             )

@@ -1,8 +1,7 @@
 """Recorded credit: a run of ours, a Parquet file with named columns, or a rollout trace; no code is called."""
 
-from __future__ import annotations
-
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +10,28 @@ from typing import Any
 import numpy as np
 
 from creditgraph.pipeline.app.audit.batch import Bools, Floats, Ints
-from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
 from creditgraph.pipeline.app.audit.targets import AuditError
 from creditgraph.pipeline.core.errors import did_you_mean
 
 NEEDED = ("advantage", "reward", "group")
-OPTIONAL = ("mask", "valid", "turn")
+LOGPROBS = ("logprob", "old_logprob", "rollout_logprob")
+TOKENS = (*LOGPROBS, "role", "prompt_ids", "response_ids", "trajectory")
+OPTIONAL = ("mask", "valid", "turn", *TOKENS)
+NEAR: Mapping[str, tuple[str, ...]] = {
+    "advantage": ("advantages", "token_advantages"),
+    "reward": ("rewards", "score", "scores"),
+    "group": ("groups", "group_id", "prompt_id", "example_id", "uid", "index"),
+    "mask": ("response_mask", "loss_mask", "completion_mask"),
+    "turn": ("turns", "turn_id"),
+    "logprob": ("logprobs", "log_probs", "log_prob"),
+    "old_logprob": ("old_logprobs", "old_log_probs", "old_log_prob", "old_per_token_logps"),
+    "rollout_logprob": ("rollout_logprobs", "rollout_log_probs", "engine_logprobs", "sampling_per_token_logps"),
+    "role": ("roles", "token_roles"),
+    "prompt_ids": ("prompt_tokens", "prompt_token_ids"),
+    "response_ids": ("response_tokens", "response_token_ids", "completion_ids", "completion_token_ids"),
+    "trajectory": ("trajectory_id", "episode", "episode_id", "traj_uid", "request_id"),
+}
+"""usual names of columns"""
 ITERATIONS = 5  # newest iterations of a run that are read
 
 
@@ -31,6 +46,10 @@ class Records:
         mask: bool [N, T], trained tokens.
         inside: bool [N, T], response tokens, trained or not.
         turns: int64 [N, T], 0 where none are given, −1 outside the mask.
+        credited: whether advantages, rewards and groups are there; without, only tokens are checked.
+        note: how groups were read, where that needs saying.
+        logprobs: kind of `LOGPROBS` → float64 [N, T], NaN where none is recorded.
+        columns: the other columns of `TOKENS` that are there, a value per row.
         declares: none; for `--declare`.
     """
 
@@ -42,6 +61,10 @@ class Records:
     mask: Bools
     inside: Bools
     turns: Ints
+    credited: bool = True
+    note: str = ""
+    logprobs: Mapping[str, Floats] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     declares: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -100,38 +123,76 @@ def _of_columns(found: Mapping[str, Sequence[Any]], name: str, columns: Mapping[
             raise AuditError(f"--columns {column}=…: expected one of {', '.join((*NEEDED, *OPTIONAL))}.")
     place = {column: columns.get(column, _guess(column, found)) for column in (*NEEDED, *OPTIONAL)}
     missing = [column for column in NEEDED if place[column] not in found]
-    if missing:
+    has = [column for column in TOKENS if place[column] in found]
+    wrong = [column for column in columns if columns[column] not in found]
+    if wrong or (missing and not has):
+        lacking = wrong or missing
         raise AuditError(
-            f"{name}: has the columns {', '.join(sorted(found)) or '(none)'}; {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing. Name them: --columns {missing[0]}=COLUMN."
-            f"{did_you_mean(missing[0], found)}"
+            f"{name}: has the columns {', '.join(sorted(found)) or '(none)'}; "
+            f"{', '.join(columns.get(column, column) for column in lacking)} "
+            f"{'is' if len(lacking) == 1 else 'are'} missing. Name them: --columns {lacking[0]}=COLUMN."
+            f"{did_you_mean(columns.get(lacking[0], lacking[0]), found)}"
         )
-    for column in ("advantage", "reward"):
-        _check_numbers(found[place[column]], place[column], name)
-    credit = [x if isinstance(x, list) else [x] for x in found[place["advantage"]]]
-    width = max(map(len, credit), default=1)
+    for column in ("advantage", "reward", *LOGPROBS):
+        if place[column] in found:
+            _check_numbers(found[place[column]], place[column], name)
+    count = len(next(iter(found.values()), []))
+    credit = [x if isinstance(x, list) else [x] for x in found.get(place["advantage"], [0.0] * count)]
+    logs = {kind: found[place[kind]] for kind in LOGPROBS if kind in has}
+    lists = [found[place[c]] for c in ("mask", "role") if place[c] in found] + [*logs.values()]
+    sizes = [max([len(own), *(len(rows[i]) for rows in lists)]) for i, own in enumerate(credit)]
+    # One number per row is that of each of its tokens.
+    credit = [own * sizes[i] if len(own) == 1 else own for i, own in enumerate(credit)]
+    width = max(sizes, default=1)
 
     def grid(rows: Sequence[Sequence[Any]], fill: Any, kind: Any) -> Any:
-        out = np.full((len(credit), width), fill, dtype=kind)
+        out = np.full((count, width), fill, dtype=kind)
         for i, row in enumerate(rows):
             out[i, : len(row)] = row[:width]
         return out
 
+    def numbers_of(rows: Sequence[Sequence[Any]], fill: float) -> Floats:
+        held: Floats = grid([[np.nan if x is None else x for x in row] for row in rows], fill, np.float64)
+        return held
+
     inside = grid([[True] * len(row) for row in credit], False, bool)
     mask = grid(found[place["mask"]], False, bool) if place["mask"] in found else inside
-    turns = grid(found[place["turn"]], -1, np.int64) if place["turn"] in found else np.where(mask, 0, -1)
-    ids = [str(x) for x in found[place["group"]]]
+    turns = grid(found[place["turn"]], -1, np.int64) if _is_lists(found, place["turn"]) else np.where(mask, 0, -1)
+    ids, note = _prompts_of([str(x) for x in found.get(place["group"], range(count))])
     order = {text: i for i, text in enumerate(dict.fromkeys(ids))}
+    rewards = [np.nan if x is None else x for x in found.get(place["reward"], [0.0] * count)]
     return Records(
         name=name,
-        rewards=np.array([np.nan if x is None else x for x in found[place["reward"]]], dtype=np.float64),
+        rewards=np.array(rewards, dtype=np.float64),
         groups=np.array([order[x] for x in ids], dtype=np.int64),
-        valid=np.array(found[place["valid"]], dtype=bool) if place["valid"] in found else np.ones(len(credit), bool),
-        advantages=grid([[np.nan if x is None else x for x in row] for row in credit], 0.0, np.float64),
+        valid=np.array(found[place["valid"]], dtype=bool) if place["valid"] in found else np.ones(count, bool),
+        advantages=numbers_of(credit, 0.0),
         mask=mask & inside,
         inside=inside,
         turns=np.where(mask & inside, turns, -1),
+        credited=not missing,
+        note=note,
+        logprobs={kind: numbers_of(rows, np.nan) for kind, rows in logs.items()},
+        columns={column: found[place[column]] for column in has if column not in LOGPROBS},
     )
+
+
+def _is_lists(found: Mapping[str, Sequence[Any]], column: str) -> bool:
+    return column in found and all(isinstance(x, list) for x in found[column])
+
+
+def _prompts_of(ids: list[str]) -> tuple[list[str], str]:
+    """Ids that rows of one prompt share, and how they were read.
+
+    verl writes prompt_rollout_output as uid, one per row: its last parts are numbers of the rollout and its output.
+    """
+    if len(set(ids)) < len(ids) or len(ids) < 2:
+        return ids, ""
+    for parts in (1, 2):
+        cut = [re.sub(rf"(_\d+){{{parts}}}$", "", text) for text in ids]
+        if cut != ids and all(c != text for c, text in zip(cut, ids, strict=True)) and len(set(cut)) < len(ids):
+            return cut, f"groups are their ids without the last {parts} of the parts between _"
+    return ids, "each row has a group id of its own"
 
 
 def _check_numbers(values: Sequence[Any], column: str, name: str) -> None:
@@ -142,14 +203,7 @@ def _check_numbers(values: Sequence[Any], column: str, name: str) -> None:
 
 
 def _guess(column: str, found: Mapping[str, Any]) -> str:
-    near = {
-        "advantage": ("advantages", "token_advantages"),
-        "reward": ("rewards", "score", "scores"),
-        "group": ("groups", "group_id", "prompt_id", "example_id", "uid", "index"),
-        "mask": ("response_mask", "loss_mask", "completion_mask"),
-        "turn": ("turns", "turn_id"),
-    }.get(column, ())
-    return next((name for name in (column, *near) if name in found), column)
+    return next((name for name in (column, *NEAR.get(column, ())) if name in found), column)
 
 
 def _of_run(path: Path) -> list[Records]:
@@ -199,124 +253,3 @@ def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> d
         "valid": rewards.valid.tolist(),
         "group": trajectories.group.tolist(),
     }
-
-
-def numbers(records: Records) -> Finding:
-    """NaN and infinity."""
-    bad: Any = ~np.isfinite(records.advantages) & records.inside
-    if not bad.any():
-        return passed(f"{len(records.rewards)} rows, {int(records.mask.sum())} trained tokens")
-    row = int(bad.any(1).nonzero()[0][0])
-    example = {"row": row, "advantages": [None if not np.isfinite(x) else x for x in records.advantages[row]]}
-    message = f"{int(bad.sum())} tokens of {int(bad.any(1).sum())} rows have no number as advantage"
-    return Finding(verdict="fail", message=message, example=example, size=float(bad.sum()))
-
-
-def outside(records: Records) -> Finding:
-    """Credit outside the mask."""
-    leak = ~records.mask & (np.nan_to_num(records.advantages) != 0)
-    if records.mask.sum() == records.inside.sum():
-        return skipped("every recorded token is trained")
-    if not leak.any():
-        return passed()
-    row = int(leak.any(1).nonzero()[0][0])
-    example = {"row": row, "advantages": records.advantages[row].tolist(), "mask": records.mask[row].tolist()}
-    message = f"{int(leak.sum())} tokens that are not trained have credit, which a learner that forgets the mask uses"
-    return Finding(verdict="fail", message=message, example=example, size=float(leak.sum()))
-
-
-def turns(records: Records) -> Finding:
-    """Turns without credit, in rows that have some."""
-    last = int(records.turns.max(initial=0))
-    if not last:
-        return skipped("one turn per row, or no column `turn`")
-    credited = (records.mask & (records.advantages != 0)).any(1)
-    empty = []
-    for turn in range(last + 1):
-        here = (records.turns == turn) & credited[:, None]
-        if here.any() and not (records.advantages[here] != 0).any():
-            empty.append(turn)
-    if not empty:
-        return passed(f"{last + 1} turns")
-    message = f"turns {', '.join(map(str, empty))} of {last + 1} have no credit in any row"
-    return Finding(verdict="fail", message=message, example={"turns": empty}, size=len(empty))
-
-
-def baseline(records: Records) -> Finding:
-    """Rows of a group add up to nothing, as they do against the mean of their rewards."""
-    worst = 0.0
-    example: dict[str, Any] = {}
-    for group, rows in records.members():
-        own = records.per_row[rows]
-        spread = float(np.abs(own).max())
-        # Against the mean of the others, of all, and divided by whatever a group has: the sum is 0.
-        gap = abs(float(own.mean())) / spread if spread > 1e-9 else 0.0
-        if gap > max(worst, 1e-3):
-            worst = gap
-            example = {"group": group, "rewards": records.rewards[rows].tolist(), "advantages": own.tolist()}
-    if not example:
-        return passed()
-    return Finding(
-        verdict="fail",
-        message=f"the advantages of group {example['group']} have a mean of {worst:.2g} of the largest: its baseline "
-        "is not the mean of its rewards (other groups, or rejected rows, are in it), or credit differs within rows",
-        example=example,
-        size=worst,
-    )
-
-
-def order(records: Records) -> Finding:
-    """Within a group, a row with a higher reward has no lower advantage."""
-    wrong = pairs = 0
-    example: dict[str, Any] = {}
-    for group, rows in records.members():
-        reward, own = records.rewards[rows], records.per_row[rows]
-        higher = reward[:, None] > reward[None, :] + 1e-9
-        worse = higher & (own[:, None] < own[None, :] - 1e-6)
-        pairs += int(higher.sum())
-        wrong += int(worse.sum())
-        if worse.any() and not example:
-            example = {"group": group, "rewards": reward.tolist(), "advantages": own.tolist()}
-    if not pairs:
-        return skipped("no group has rewards that differ")
-    if not wrong:
-        return passed(f"{pairs} pairs")
-    message = f"in {wrong} of {pairs} pairs of a group the row with the higher reward has the lower mean advantage"
-    return Finding(verdict="fail", message=message, example=example, size=wrong / pairs)
-
-
-def invalid(records: Records) -> Finding:
-    """Rejected rows have no credit."""
-    if records.valid.all():
-        return skipped("no row is marked as invalid")
-    leak: Bools = ~records.valid & np.asarray((records.mask & (records.advantages != 0)).any(axis=1))
-    if not leak.any():
-        return passed(f"{int((~records.valid).sum())} rejected rows")
-    row = int(leak.nonzero()[0][0])
-    example = {"row": row, "advantages": records.advantages[row].tolist()}
-    message = f"{int(leak.sum())} of {int((~records.valid).sum())} rejected rows have credit"
-    return Finding(verdict="fail", message=message, example=example, size=float(leak.sum()))
-
-
-def silent(records: Records) -> Finding:
-    """Groups whose rewards differ and that have no credit."""
-    mute = []
-    for group, rows in records.members():
-        differ = np.ptp(records.rewards[rows]) > 1e-9
-        if differ and not (np.abs(records.advantages[rows]) > 1e-9).any():
-            mute.append(group)
-    if not mute:
-        return passed()
-    message = f"{len(mute)} groups whose rewards differ have no credit (first: group {mute[0]})"
-    return Finding(verdict="fail", message=message, example={"groups": mute[:20]}, size=len(mute))
-
-
-RECORDS = (
-    Check(name="records_numbers", layer="records", title="Every advantage is a number.", run=numbers),
-    Check(name="records_outside", layer="records", title="Only trained tokens have credit.", run=outside),
-    Check(name="records_turns", layer="records", title="Every turn has credit.", run=turns),
-    Check(name="records_baseline", layer="records", title="A group's advantages add up to nothing.", run=baseline),
-    Check(name="records_order", layer="records", title="A higher reward is not worse.", run=order),
-    Check(name="records_invalid", layer="records", title="Rejected rows have no credit.", run=invalid),
-    Check(name="records_silent", layer="records", title="Groups with a signal have credit.", run=silent),
-)

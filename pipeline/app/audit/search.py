@@ -3,8 +3,6 @@
 First some batches are drawn, always the same ones; only if one of them fails does hypothesis look for the smallest.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

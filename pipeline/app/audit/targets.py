@@ -6,8 +6,9 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "truncated": ("truncated", "is_truncated", "overlong", "truncations"),
     "turns": ("turns", "turn_ids", "turn_id", "step_ids"),
     "turn_rewards": ("turn_rewards", "step_rewards", "process_rewards"),
+    "values": ("values", "value", "critic_values", "token_values", "state_values", "old_values", "value_preds"),
+    "next_values": ("next_values", "values_next", "next_value"),
+    "last_values": ("last_values", "last_value", "bootstrap_value", "bootstrap_values"),
+    "dones": ("dones", "done", "terminals", "terminated", "is_last"),
+    "baselines": ("baselines", "baseline", "reward_baselines"),
+    "sum_pi_squared": ("sum_pi_squared",),
     "group_size": (
         "group_size", "num_generations", "n_samples", "n_samples_per_prompt", "num_generations_per_prompt", "rollout_n",
     ),
@@ -51,6 +58,14 @@ LOSS_COLUMNS: dict[str, tuple[str, ...]] = {
     # slime's losses take the negative log ratio in place of the two log-probs.
     "ppo_kl": ("ppo_kl",),
 }  # fmt: skip
+CRITIC = frozenset({"values", "next_values", "last_values", "baselines"})
+"""columns of a critic, which knows of whatever is added to the rewards"""
+GAMMA = ("gamma", "discount", "discount_factor")
+LAMBDA = ("lam", "lambd", "lambda_", "lmbda", "gae_lambda", "lam_actor")
+GIVEN = {**dict.fromkeys(GAMMA, 1.0), **dict.fromkeys(LAMBDA, 0.95)}
+"""values of required settings that have one everybody knows"""
+FORMS = {"mask": ("bool", "int64", "float32"), "dones": ("bool", "int64", "float32"), "groups": ("", "numpy", "names")}
+"""how a column may be given: the first form that the function takes"""
 _KNOWN = {name: column for columns in (COLUMNS, LOSS_COLUMNS) for column, names in columns.items() for name in names}
 
 
@@ -72,6 +87,12 @@ class Binding:
     settings: Mapping[str, Any]
     arrays: str
 
+    @property
+    def told(self) -> str:
+        """The parameters with their columns, for the reader."""
+        named = [f"{p}: {c}" if p != c else p for p, c in self.columns.items()]
+        return ", ".join(named + [f"{n}={v}" for n, v in self.settings.items() if n in GIVEN])
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageTarget:
@@ -86,6 +107,7 @@ class AdvantageTarget:
         declares: check → why its failure is wanted.
         note: how it was bound, for the reader.
         touched: parameters whose values the function has changed in place so far.
+        forms: parameter → the form of `FORMS` that it takes, once it was called.
     """
 
     name: str
@@ -96,6 +118,18 @@ class AdvantageTarget:
     declares: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     touched: set[str] = field(default_factory=set)
+    forms: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether it is given values, which are its baseline."""
+        return bool(self.reads & CRITIC)
+
+    @property
+    def undiscounted(self) -> AdvantageTarget:
+        """The same target with γ = 1, if it has such a setting."""
+        names = [name for name in GAMMA if self.settings.get(name, 1.0) != 1.0]
+        return self.with_settings({names[0]: 1.0}) if names and self.with_settings else self
 
     def advantages(self, batch: Batch) -> Floats:
         """float64 [N, T]; one number per row is spread over the row's chosen tokens.
@@ -158,8 +192,8 @@ def bind(function: Callable[..., Any], name: str, given: Mapping[str, str], sett
             values[p.name] = settings[p.name]
         elif column and (p.name in given or p.default is p.empty or p.default is None):
             columns[p.name] = column
-        elif p.default is not p.empty:
-            values[p.name] = p.default
+        elif p.default is not p.empty or p.name in GIVEN:
+            values[p.name] = GIVEN.get(p.name) if p.default is p.empty else p.default
         else:
             unknown.append(p.name)
     if unknown:
@@ -185,13 +219,17 @@ def _arrays(function: Callable[..., Any], parameters: Mapping[str, inspect.Param
     return "torch" if "torch" in getattr(own, "__globals__", {}) else "numpy"
 
 
-def column_of(batch: Batch, column: str, arrays: str, annotation: Any = None) -> Any:
-    """A column of a batch as the function expects it; its own copy."""
+def column_of(batch: Batch, column: str, arrays: str, annotation: Any = None, form: str = "") -> Any:
+    """A column of a batch as the function expects it, in one of the forms of `FORMS`; its own copy."""
     if column == "group_size":
         return int(batch.group_sizes.max(initial=1))
     value = np.array(getattr(batch, column))
+    if column == "groups" and form == "names":  # verl's uid
+        return np.array([f"prompt {group}" for group in value], dtype=object)
+    if column in FORMS and form not in ("", "numpy", "bool"):
+        value = value.astype(form)
     # verl's index is an array of objects in a function of tensors.
-    if arrays == "numpy" or "ndarray" in str(annotation):
+    if arrays == "numpy" or form == "numpy" or "ndarray" in str(annotation):
         return value
     if arrays == "list":
         return value.tolist()
@@ -201,6 +239,33 @@ def column_of(batch: Batch, column: str, arrays: str, annotation: Any = None) ->
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
+def call_in_a_form(call: Callable[[Mapping[str, str]], Any], columns: Mapping[str, str], forms: dict[str, str]) -> Any:
+    """Calls a function with its arguments in forms that it takes.
+
+    Args:
+        call: calls it, given parameter → form.
+        columns: parameter → column.
+        forms: parameter → form that a call took before; filled by the first call that does not raise.
+    """
+    options: Mapping[str, Sequence[str]] = {p: FORMS[column] for p, column in columns.items() if column in FORMS}
+    if forms or not options:
+        return call(forms)
+    first: Exception | None = None
+    for choice in itertools.product(*options.values()):
+        tried = dict(zip(options, choice, strict=True))
+        try:
+            result = call(tried)
+        except AuditError:
+            raise
+        except Exception as error:  # what a function from outside raises is its refusal
+            first = first or error
+            continue
+        forms.update(tried)
+        return result
+    assert first is not None
+    raise first
+
+
 def advantage_function(
     function: Callable[..., Any], name: str, given: Mapping[str, str], settings: Mapping[str, Any]
 ) -> AdvantageTarget:
@@ -208,21 +273,27 @@ def advantage_function(
     binding = bind(function, name, given, settings)
     parameters = inspect.signature(function).parameters
     touched: set[str] = set()
+    forms: dict[str, str] = {}
 
-    def given_values(batch: Batch) -> dict[str, Any]:
-        return {p: column_of(batch, c, binding.arrays, parameters[p].annotation) for p, c in binding.columns.items()}
+    def given_values(batch: Batch, forms: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            p: column_of(batch, c, binding.arrays, parameters[p].annotation, forms.get(p, ""))
+            for p, c in binding.columns.items()
+        }
 
     def call(batch: Batch) -> Any:
-        values = given_values(batch)
-        result = function(**values, **copy.deepcopy(dict(binding.settings)))
-        before = given_values(batch)
-        touched.update(p for p in values if not np.array_equal(np.asarray(values[p]), np.asarray(before[p])))
-        return result
+        def once(forms: Mapping[str, str]) -> Any:
+            values = given_values(batch, forms)
+            result = function(**values, **copy.deepcopy(dict(binding.settings)))
+            before = given_values(batch, forms)
+            touched.update(p for p in values if not np.array_equal(np.asarray(values[p]), np.asarray(before[p])))
+            return result
+
+        return call_in_a_form(once, binding.columns, forms)
 
     def again(changed: Mapping[str, Any]) -> AdvantageTarget:
         return advantage_function(function, name, given, {**settings, **changed})
 
-    told = ", ".join(f"{p}: {c}" if p != c else p for p, c in binding.columns.items())
     return AdvantageTarget(
         name=name,
         call=call,
@@ -230,8 +301,9 @@ def advantage_function(
         settings=binding.settings,
         with_settings=again,
         declares=dict(getattr(function, "audit_declares", {})),
-        note=f"{told} as {binding.arrays} arrays",
+        note=f"{binding.told} as {binding.arrays} arrays",
         touched=touched,
+        forms=forms,
     )
 
 

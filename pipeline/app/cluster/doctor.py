@@ -1,7 +1,5 @@
 """Checks of an installation, a node and a cluster, each with the next step if it fails."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

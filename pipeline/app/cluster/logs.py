@@ -1,7 +1,5 @@
 """The logs of the jobs of a run, in its directory."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

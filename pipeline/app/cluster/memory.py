@@ -4,14 +4,11 @@ It counts bytes from the model's shape (components/models/shape.py); nothing is 
 2205.05198 (attention scores are never stored), adapted to grouped queries and gated MLPs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from creditgraph.components.engine.base import Engine
-from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.base import Engine, Serving
 from creditgraph.components.learner.hf.settings import choose_fsdp_size
 from creditgraph.components.learner.learner import PolicyLearner
 from creditgraph.components.learner.logprobs import CHUNK_ELEMENTS
@@ -110,29 +107,6 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
-    """How an engine holds a model.
-
-    Attributes:
-        tensor: GPUs that each copy of the model is sharded over.
-        rows: rows that a copy decodes at once at most.
-        share: share of a GPU's memory that weights and cache take together; 0: what `cache_bytes`, or else
-            `cache_tokens`, say.
-        cache_bytes, cache_tokens: most bytes or tokens of the cache of a copy; 0: unlimited.
-        in_process: whether it is `engine.local`, whose cache of no given size takes what the learner leaves.
-        sleeps: whether weights and cache leave the GPU while the learner trains.
-    """
-
-    tensor: int = 1
-    rows: int = 256
-    share: float = 0.0
-    cache_bytes: float = 0.0
-    cache_tokens: float = 0.0
-    in_process: bool = False
-    sleeps: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a configuration takes of each GPU of the learner.
 
@@ -211,14 +185,13 @@ def check_memory(
     if nodes is None or shape is None:
         return None
     learner, engine = nodes
-    serving = serving_of(engine)
+    serving = cast(type[Engine], engine.cls).serving(engine.config)
     serving = replace(serving, tensor=gpus_per_server or serving.tensor)
-    elsewhere = isinstance(engine.config, ServerSettings) and engine.config.elsewhere
     training = training_of(learner.config, experiment.model.dtype)
     layout = layout_of(learner.config, world, shape, device, training)
     work = work_of(experiment.graph, learner)
     estimate = estimate_memory(
-        shape, layout, work, device, training, serving, engine_gpus or (serving.tensor if elsewhere else 0)
+        shape, layout, work, device, training, serving, engine_gpus or (serving.tensor if serving.elsewhere else 0)
     )
     if estimate.fits:
         return estimate
@@ -395,20 +368,6 @@ def layout_of(config: Any, world: int, shape: Shape, device: Device, training: T
         # Selective recomputation is of attention scores, which are never stored here.
         recompute="full" if config.recompute == "full" else "none",
     )
-
-
-def serving_of(engine: Node) -> Serving:
-    """How an engine with these settings holds the model."""
-    config: Any = engine.config
-    if isinstance(config, ServerSettings):
-        cache = getattr(config, "kv_cache_gb", 0.0) * 1e9
-        share = 0.0 if cache else getattr(config, "gpu_memory", 0.5)
-        sleeps = getattr(config, "sleep", "never") != "never"
-        return Serving(
-            tensor=config.tensor_parallel, rows=config.max_rows, share=share, cache_bytes=cache, sleeps=sleeps
-        )
-    tokens = getattr(config, "max_batch_tokens", 0)
-    return Serving(rows=getattr(config, "max_rows", 512), cache_tokens=tokens, in_process=True)
 
 
 def work_of(graph: Graph, learner: Node) -> Work:

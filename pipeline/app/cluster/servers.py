@@ -6,8 +6,6 @@ RUN/servers/START/, and once all have, they write RUN/servers/START.json, for wh
 one start of one job, so that addresses of an earlier one are never used. A restarted server writes its new address.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket

@@ -1,7 +1,5 @@
 """A cluster description: `configs/cluster/NAME.yaml`, with overrides such as cluster.nodes=4."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +33,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "exit code: 1 if a check fails that is not declared"
     )
     parser.add_argument("target", metavar="TARGET", help="function, component, recipe=NAME, run folder or Parquet file")
-    parser.add_argument("--bind", nargs="+", default=[], metavar="parameter=column", help="what a parameter is given")
+    parser.add_argument(
+        "--bind", nargs="+", action="extend", default=[], metavar="parameter=column", help="what a parameter is given"
+    )
     add_settings(parser, "a setting")
     parser.add_argument(
         "--kind", choices=("advantage", "loss"), help="of a function; read from its parameters otherwise"
     )
-    parser.add_argument("--columns", nargs="+", default=[], metavar="name=column", help="columns of a Parquet file")
-    parser.add_argument("--declare", default="", metavar="NAMES", help="checks whose failure is wanted, with commas")
+    parser.add_argument(
+        "--columns", nargs="+", action="extend", default=[], metavar="name=column", help="columns of a Parquet file"
+    )
+    parser.add_argument(
+        "--accumulate",
+        choices=("sum", "mean", "rows", "tokens"),
+        help="how the trainer weights micro-batches of a loss",
+    )
+    parser.add_argument("--known", metavar="FILE", help="YAML of known failures, target: {check: reason}")
+    parser.add_argument(
+        "--declare", default="", metavar="NAMES", help="checks or designs whose failure is wanted, with commas"
+    )
     parser.add_argument(
         "--layer",
         nargs="+",
@@ -56,18 +69,23 @@ def main(options: argparse.Namespace) -> int:
     import torch
 
     from creditgraph.pipeline.app.audit.audit import as_json, failures, known_names, run_checks, table, write_page
+    from creditgraph.pipeline.app.audit.known import mended, of_target, read_known
 
     declared = known_names([name for name in options.declare.split(",") if name])
+    listed = read_known(Path(options.known)) if options.known else {}
     results = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # arrays of a dozen numbers: threads only wait for each other
     try:
         with _no_way_out(options.target):
             for target, checks in _targets(options):
-                results += run_checks(target, checks, declared, frozenset(options.layer))
+                known = of_target(listed, target.name)
+                results += run_checks(target, checks, declared, frozenset(options.layer), known)
     finally:
         torch.set_num_threads(threads)
     print(as_json(results) if options.json else table(results))
+    for line in mended(listed, results):
+        print(line, file=sys.stderr)
     if options.time:
         print("\n".join(f"{r.seconds:7.2f} s  {r.target}  {r.check.name}" for r in results))
     if options.html:
@@ -95,8 +113,11 @@ def _no_way_out(target: str) -> Iterator[None]:
 def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
     """What is audited, each with the checks of its kind."""
     from creditgraph.components.learner.objective import Objective
-    from creditgraph.pipeline.app.audit.records import RECORDS, read_records
-    from creditgraph.pipeline.app.audit.targets import instance, load_function
+    from creditgraph.pipeline.app.audit.installed import installed
+    from creditgraph.pipeline.app.audit.opened import function_target
+    from creditgraph.pipeline.app.audit.records import read_records
+    from creditgraph.pipeline.app.audit.records_tokens import RECORDS
+    from creditgraph.pipeline.app.audit.targets import load_function
     from creditgraph.pipeline.core.component import Component
     from creditgraph.pipeline.run.compose.overrides import parse_settings
 
@@ -109,53 +130,32 @@ def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
     settings = parse_settings(options.set)
     if ":" not in target:
         return _of_component(target, settings)
-    found = load_function(target)
+    found = installed(target, options.kind) or load_function(target)
     if isinstance(found, type) and issubclass(found, Component | Objective):
         return _of_component(target, settings)
-    if isinstance(found, type):
-        found, settings = instance(found, target, settings), {}
-    return [_of_function(found, target, _pairs(options.bind, "--bind"), settings, options.kind)]
-
-
-def _of_function(
-    function: Any, name: str, given: dict[str, str], settings: dict[str, Any], kind: str | None
-) -> tuple[Any, Sequence[Any]]:
-    from creditgraph.pipeline.app.audit.targets import advantage_function, is_loss
-
-    if kind == "loss" or (kind is None and is_loss(function, given)):
-        from creditgraph.pipeline.app.audit.loss import LOSS
-        from creditgraph.pipeline.app.audit.loss_target import loss_function
-
-        return loss_function(function, name, given, settings), LOSS
-    from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
-
-    return advantage_function(function, name, given, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)
+    given = _pairs(options.bind, "--bind")
+    return [function_target(found, target, given, settings, kind=options.kind, accumulate=options.accumulate)]
 
 
 def _of_component(name: str, settings: dict[str, Any]) -> list[tuple[Any, Sequence[Any]]]:
     from creditgraph.components.learner.objective import Objective, ObjectiveSettings
     from creditgraph.components.learner.objective.settings import OBJECTIVES
-    from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
+    from creditgraph.pipeline.app.audit.audit import of_advantages
     from creditgraph.pipeline.app.audit.loss import LOSS
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
     from creditgraph.pipeline.app.audit.ours import component_target, objective_target
     from creditgraph.pipeline.core.registry import load_class
 
     cls = None if name in OBJECTIVES else load_class(name)
     if cls is None or issubclass(cls, Objective):
         return [(objective_target(ObjectiveSettings(use=name, config=settings), name), LOSS)]
-    return [(component_target(cls, name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT))]
+    return [(component_target(cls, name, settings), of_advantages())]
 
 
 def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
     """The nodes of a recipe that give credit, and the losses of its learners."""
+    from creditgraph.pipeline.app.audit.audit import of_advantages
     from creditgraph.pipeline.app.audit.contract import CONTRACT
-    from creditgraph.pipeline.app.audit.gradient import GRADIENT
     from creditgraph.pipeline.app.audit.loss import LOSS
-    from creditgraph.pipeline.app.audit.metamorphic import METAMORPHIC
     from creditgraph.pipeline.app.audit.ours import component_target, objective_target, unmade
     from creditgraph.pipeline.app.audit.targets import AuditError
     from creditgraph.pipeline.core.payloads import Credit
@@ -167,7 +167,7 @@ def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
         if any(socket.carries(Credit) for socket in node.sockets.outputs.values()):
             settings = vars(node.config)
             try:
-                found.append((component_target(node.cls, node.name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)))
+                found.append((component_target(node.cls, node.name, settings), of_advantages()))
             except AuditError as error:
                 found.append((unmade(node.name), (dataclasses.replace(CONTRACT[0], run=_skip(str(error))),)))
         objective = getattr(node.config, "objective", None)
@@ -183,7 +183,8 @@ def _skip(reason: str) -> Callable[[Any], Finding]:
 
 
 def _pairs(texts: list[str], option: str) -> dict[str, str]:
-    for text in texts:
-        if "=" not in text:
-            raise ConfigError(f"{option} {text}: expected name=column.")
-    return dict(text.split("=", 1) for text in texts)
+    parts = [part for text in texts for part in text.split(",") if part]
+    for part in parts:
+        if "=" not in part:
+            raise ConfigError(f"{option} {part}: expected name=column.")
+    return dict(part.split("=", 1) for part in parts)

@@ -1,7 +1,5 @@
 """`creditgraph cancel RUN …`: ends a run's jobs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`creditgraph components`: the reusable steps."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`creditgraph doctor`: checks an installation, a node or a cluster and lists what to fix."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

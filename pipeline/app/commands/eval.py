@@ -1,7 +1,5 @@
 """`creditgraph eval`: a suite of tasks on runs and models, or the held-out split of one run."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import signal

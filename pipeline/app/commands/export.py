@@ -1,7 +1,7 @@
-"""`creditgraph export`: the weights of a run as a Hugging Face model folder.
+"""`creditgraph export`: the weights of a run as a Hugging Face model folder, or in a repository of the hub.
 
-The folder holds safetensors (with an index when there are several), config.json, generation_config.json and the
-tokenizer.
+The folder holds safetensors (with an index when there are several), config.json, generation_config.json, the tokenizer,
+and a model card that names the recipe, the version, the data and the results.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph export runs/toy_srpo-s0 --output exported\n"
-        "  creditgraph export runs/toy_srpo-s0 --output exported --iteration 40 --shard-gb 5"
+        "  creditgraph export runs/toy_srpo-s0 --output exported --iteration 40 --shard-gb 5\n"
+        "  creditgraph export runs/toy_srpo-s0 --output exported --push me/toy-srpo"
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory, of learner.hf or learner.megatron")
     add_output(parser, "DIR", "folder to make; must not exist", type=Path, required=True)
     parser.add_argument("--iteration", type=int, help="of the checkpoint, from 0; default: the newest")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it too, to a private repository of the hub")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default: 5)")
 
 
@@ -58,9 +60,73 @@ def main(options: argparse.Namespace) -> int:
     aside = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
     write(weights.tensors or {}, model, aside, options.shard_gb * 1e9)
+    (aside / "README.md").write_text(model_card(options.run, weights.version, model.path), encoding="utf-8")
     aside.rename(output)
     print(f"{output}: weights of version {weights.version}, {len(weights.tensors or {})} tensors")
+    if options.push:
+        print(f"pushed to {push(output, options.push)}")
     return 0
+
+
+def push(folder: Path, repository: str) -> str:
+    """Uploads a model folder to a repository of the hub, which is made private if it is new; returns its address.
+
+    Raises:
+        RunError: there is no such owner, no token, or no connection; the folder stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    hub = HfApi(library_name="creditgraph")
+    try:
+        address = str(hub.create_repo(repository, private=True, exist_ok=True))
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Weights of a creditgraph run")
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RunError(
+            f"--push {repository}: {reason}; {folder} is written. Log in with `hf auth login` and use "
+            f"`hf upload {repository} {folder}`, or remove the folder and export again."
+        ) from error
+    return address
+
+
+def model_card(run: Path, version: int, base: str) -> str:
+    """A model card: how the weights were made, from files of the run directory alone."""
+    import yaml
+
+    from creditgraph.pipeline.app.overview import rows_of, text_of
+    from creditgraph.pipeline.app.text import visible
+    from creditgraph.pipeline.app.version import version_text
+
+    (row,) = rows_of([run])
+    head: dict[str, object] = {"library_name": "transformers", "tags": ["creditgraph", "reinforcement-learning"]}
+    if "/" in base and not Path(base).exists():
+        head["base_model"] = base
+    data = row.config.get("data")
+    section = row.config.get("run")
+    seed = section.get("seed") if isinstance(section, dict) else None
+    before, after = row.results.accuracy_before, row.results.accuracy_after
+    facts = {
+        "recipe": row.recipe,
+        "base model": base,
+        "optimiser updates in these weights": version,
+        "iterations": f"{row.done} of {row.planned}",
+        "seed": seed,
+        "sampled tokens": row.results.sampled_tokens,
+        **{f"data, {name}": text_of(entry) for name, entry in (data.items() if isinstance(data, dict) else ())},
+        "held-out accuracy": None if before is None or after is None else f"{before:.3f} before, {after:.3f} after",
+        "exported by": f"creditgraph {version_text()}",
+    }
+    evaluation = run / "eval.json"
+    if evaluation.exists():
+        facts["evaluation"] = text_of(json.loads(evaluation.read_text(encoding="utf-8")).get("metrics"))
+    lines = [
+        f"| {name} | {visible(value).replace('|', chr(92) + '|')} |"
+        for name, value in facts.items()
+        if value is not None
+    ]
+    front = yaml.safe_dump(head, sort_keys=False)
+    return f"---\n{front}---\n\n# {visible(run.resolve().name)}\n\n" + "\n".join(["| | |", "|---|---|", *lines]) + "\n"
 
 
 def newest_weights(run: Path, iteration: int | None) -> Weights:

@@ -17,9 +17,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
     parser.epilog = "example:\n  creditgraph report runs/toy_srpo-s0 runs/toy_srpo-s1 -o srpo.html"
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directories; those that differ by their seed alone share a line"
+        "runs", nargs="+", metavar="RUN", help="runs, or folders of them; those that differ by seed alone share a line"
     )
     add_output(parser, "FILE", "default: report.html in the first run")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this host")
     parser.add_argument("--title", help="heading of the page")
     parser.add_argument(
         "--trace", metavar="FILE", help="instead of a page: the first run's timeline, all ranks, for ui.perfetto.dev"
@@ -28,10 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page; prints its path and what is missing."""
+    import webbrowser
+
+    from creditgraph.pipeline.app.overview import find_runs
     from creditgraph.pipeline.app.report.page import write_report
     from creditgraph.pipeline.app.report.source import read_run
 
-    runs = [read_run(Path(path)) for path in options.runs]
+    runs = [read_run(run) for path in options.runs for run in find_runs(Path(path))]
     target = Path(options.output) if options.output else runs[0].path / "report.html"
     if options.trace:
         return merge(runs[0].path, Path(options.trace))
@@ -40,6 +44,8 @@ def main(options: argparse.Namespace) -> int:
         for note in run.notes:
             print(f"note: {visible(run.name)}: {visible(note)}")
     print(f"wrote {target} ({size / 1e6:.1f} MB)")
+    if options.open:
+        webbrowser.open(target.resolve().as_uri())
     return 0
 
 

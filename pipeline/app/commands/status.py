@@ -1,7 +1,5 @@
 """`creditgraph status RUN …`: progress of a run, the state of its SLURM jobs, and their logs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

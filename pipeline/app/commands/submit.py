@@ -1,7 +1,5 @@
 """`creditgraph submit`: composes, checks and renders a job, and submits it to SLURM."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

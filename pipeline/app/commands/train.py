@@ -9,15 +9,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from creditgraph.components.models.gpus import DEVICES, Device, kind_of
-from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_overrides, add_trust
 from creditgraph.pipeline.app.costs import cost_lines
 from creditgraph.pipeline.app.sweep import build_all, check_distinct, combinations
 from creditgraph.pipeline.core.errors import ConfigError
-from creditgraph.pipeline.run.compose.experiment import Experiment
+from creditgraph.pipeline.run.compose.experiment import Experiment, build_experiment, settings_of_run
 
 if TYPE_CHECKING:
     from creditgraph.pipeline.app.signal_watch import SignalWatch
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from creditgraph.pipeline.run.run_directory import RunDirectory
     from creditgraph.pipeline.run.stops import Outcome
 
-SUMMARY = "Train, or continue the run of that name."
+SUMMARY = "Train, or continue a run: of the same settings, or by its directory."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.epilog = OVERRIDES_HELP
+    parser.epilog = f"{OVERRIDES_HELP}\n\ncreditgraph train runs/mine run.iterations=200 continues that run."
     add_overrides(parser)
+    add_trust(parser)
     parser.add_argument(
         "-m",
         "--multirun",
@@ -48,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
-    from creditgraph.pipeline.run.distributed.team import plan_ranks, rendezvous
+    from creditgraph.pipeline.run.distributed.team import allow_files, plan_ranks, rendezvous
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
@@ -81,12 +83,13 @@ def main(options: argparse.Namespace) -> int:
     (experiment,) = experiments
     _set_environment(experiment)
     ranks = plan_ranks(experiment.graph, meeting.ranks)
+    allow_files(experiment.graph, ranks.world)
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
         return train(experiment)
     from creditgraph.pipeline.run.distributed.processes import run_together
 
-    return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
+    return run_together(meeting, ranks, device, lambda team: train(experiment, team))
 
 
 def _set_environment(experiment: Experiment) -> None:
@@ -144,13 +147,26 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     from creditgraph.pipeline.app.preflight import check_present
     from creditgraph.pipeline.app.trackers import check_sinks
 
-    experiments = build_all(chosen, options.config_dir)
+    named = chosen[0][:1]
+    if (named and "=" not in named[0]) or (named and Path(named[0]).is_dir()):
+        experiments = [of_run(Path(named[0]), chosen[0][1:])]
+    else:
+        experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
         if not options.device:  # of GPUs elsewhere, packages and files may be there too
             check_present(experiment)
         check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments
+
+
+def of_run(path: Path, overrides: Sequence[str]) -> Experiment:
+    """The experiment of a run directory, to continue it, with some of its settings changed."""
+    from creditgraph.pipeline.run.compose.overrides import deep_merge, parse_settings
+
+    values = deep_merge(settings_of_run(path), parse_settings(overrides))
+    values["run"] = {**values["run"], "root": str(path.parent), "name": path.name}
+    return build_experiment(values, str(path / "config.yaml"))
 
 
 def _train_all(experiments: Sequence[Experiment]) -> int:

@@ -12,14 +12,13 @@ from typing import Any, cast
 import torch
 
 from creditgraph.components.rollouts.thoughts import has_oracle
-from creditgraph.pipeline.app.credit.sessions import CreditRun, learner_of, samples_rollouts, sampling_of
-from creditgraph.pipeline.app.credit.statistics import pearson
-from creditgraph.pipeline.app.credit.thought_credit import effective_credit, per_thought
-from creditgraph.pipeline.app.credit.truth import Truth, thought_ends, true_values
+from creditgraph.pipeline.app.credit.sessions import CreditRun, NoPolicy, learner_of, samples_rollouts, sampling_of
+from creditgraph.pipeline.app.credit.thought_credit import effective_credit, own_tokens, pearson, per_thought
+from creditgraph.pipeline.app.credit.truth import Truth, sampled_values, thought_ends, true_values, truth_of_values
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, MissingExtraError, RunError
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Credit, Prompts, Trajectories
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Segments, SegmentValues, Trajectories, Turns
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.core.streams import Stream
 from creditgraph.pipeline.run.compose.experiment import Experiment, build_experiment, compose
@@ -29,6 +28,7 @@ from creditgraph.pipeline.run.replay import Replay
 
 # Samplers whose responses are independent of each other, so that any responses may replace theirs.
 PLAIN = ("sampler.chains", "sampler.dynamic", "sampler.failures")
+EPISODES = "sampler.environment"
 TRUTH = "true advantage"
 
 
@@ -63,7 +63,7 @@ class Comparison:
         reward: outcome per row.
         columns: one per recipe, then the truth where there is one.
         error: 1-based first wrong thought per row, 0 where there is none or the task cannot tell.
-        tokenizer: tokenizer of the policy; None where its model cannot be loaded.
+        model: folder or hub name of the model, whose tokenizer turns tokens into text.
         notes: sentences about the run.
     """
 
@@ -74,7 +74,7 @@ class Comparison:
     reward: list[float]
     columns: list[Column]
     error: list[int]
-    tokenizer: Any
+    model: str
     notes: list[str] = field(default_factory=list)
 
 
@@ -113,10 +113,15 @@ def _compare(
     wire = learner_of(replay.graph).wires["trajectories"][0]
     iteration = _iteration(replay, wire) if iteration is None else iteration
     source = _Source(replay, iteration, replay.value(wire, iteration))
-    chosen = _choose(source, rows)
+    sampled = sampled_values(replay.path, iteration)
+    chosen = _choose(source, rows, sampled)
     trajectories = source.population.select(chosen)
     truth = _truth(source, trajectories, samples)
-    columns = [_column(name, experiment, source, chosen, truth) for name, experiment in experiments.items()]
+    if truth is None and sampled is not None:
+        verdicts = source.verifier.verify(source.prompts, trajectories)
+        truth = truth_of_values(*(part.select(part.index_of(trajectories.uid)) for part in sampled), verdicts)
+    columns = _recorded(source, chosen, truth) if source.imported else []
+    columns += [_column(name, experiment, source, chosen, truth) for name, experiment in experiments.items()]
     if truth is not None:
         columns.append(_true_column(truth, trajectories, samples))
     elif samples and source.policy is not None:
@@ -125,11 +130,11 @@ def _compare(
         iteration=iteration,
         prompts=source.prompts,
         trajectories=trajectories,
-        ends=thought_ends(trajectories, source.policy),
+        ends=thought_ends(trajectories, source.policy) if truth is None else truth.ends,
         reward=source.verifier.verify(source.prompts, trajectories).value.tolist(),
         columns=columns,
         error=truth.error.tolist() if truth is not None else [0] * len(trajectories),
-        tokenizer=source.policy and source.policy.tokenizer,
+        model=replay.experiment.model.path,
         notes=list(dict.fromkeys(replay.notes)),
     )
 
@@ -144,6 +149,7 @@ class _Source:
         self.prompts: Prompts = self._first(Prompts)
         self.policy: Policy | None = self._first(Policy, needed=False)
         self.verifier: Verifier = self._first(Verifier)
+        self.imported = not any(samples_rollouts(node) for node in replay.graph.nodes)
 
     def _first(self, kind: type, needed: bool = True) -> Any:
         for wire in self.replay.graph.outputs_of(kind):
@@ -154,6 +160,11 @@ class _Source:
                     raise
                 self.replay.notes.append(f"token ids instead of texts, and no true advantage: {error}")
                 return None
+        if not needed:
+            self.replay.notes.append(
+                "this run has no policy, so a true advantage is shown only where `creditgraph values` sampled it"
+            )
+            return None
         raise ConfigError(
             f"{self.replay.path}: its graph has no {kind.__name__}; expected a run that samples and verifies."
         )
@@ -171,17 +182,23 @@ def _iteration(replay: Replay, wire: Wire) -> int:
     return exact[-1] if exact else recorded[-1]
 
 
-def _choose(source: _Source, rows: int) -> torch.Tensor:
-    """Chooses rows: first a wrong and a right one of each prompt that has both, then others in order."""
+def _choose(source: _Source, rows: int, sampled: tuple[Segments, SegmentValues] | None) -> torch.Tensor:
+    """Rows to show, int64; where values were sampled for some, only these."""
     rewards = source.verifier.verify(source.prompts, source.population)
+    if sampled is None:
+        return mixed_first(source.population, rewards.correct, rows)
+    order = mixed_first(source.population, rewards.correct, len(source.population))
+    return order[torch.isin(source.population.uid[order], sampled[0].uid)][:rows]
+
+
+def mixed_first(population: Trajectories, correct: torch.Tensor, rows: int) -> torch.Tensor:
+    """At most `rows` rows, int64: first a wrong and a right one of each prompt that has both, then others in order."""
     by_prompt: dict[int, list[list[int]]] = {}
-    for i, (prompt, correct) in enumerate(
-        zip(source.population.prompt_uid.tolist(), rewards.correct.tolist(), strict=True)
-    ):
-        by_prompt.setdefault(prompt, [[], []])[int(correct)].append(i)
+    for i, (prompt, right) in enumerate(zip(population.prompt_uid.tolist(), correct.tolist(), strict=True)):
+        by_prompt.setdefault(prompt, [[], []])[int(right)].append(i)
     mixed = [pair for pair in by_prompt.values() if pair[0] and pair[1]]
     order = [i for wrong, right in mixed for i in (wrong[0], right[0])]
-    order += [i for i in range(len(source.population)) if i not in order]
+    order += [i for i in range(len(population)) if i not in order]
     return torch.tensor(order[:rows], dtype=torch.int64)
 
 
@@ -193,8 +210,33 @@ def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth |
     return true_values(source.policy, source.verifier, source.prompts, trajectories, sampling, samples, stream)
 
 
+def _recorded(source: _Source, chosen: torch.Tensor, truth: Truth | None) -> list[Column]:
+    """The credit that the run recorded, of each node that its learner reads it from."""
+    columns = []
+    for wire in learner_of(source.replay.graph).wires["credit"]:
+        if source.iteration in recorded_iterations(source.replay.path, f"{wire.source}.{wire.output}"):
+            credit: Credit = source.replay.value(wire, source.iteration)
+            credit = credit.select(credit.index_of(source.population.uid[chosen]))
+            advantage = torch.where(credit.mask.values, credit.advantage.values.double(), 0.0)
+            inherited = source.population.inherited[chosen]
+            values = credit.advantage.with_values(advantage)
+            columns.append(_measured(Column(f"recorded {wire}", "", values, credit.mask), inherited, truth))
+    return columns
+
+
+def _measured(column: Column, inherited: torch.Tensor, truth: Truth | None) -> Column:
+    """The column with its correlation with the truth."""
+    if truth is not None and column.credit is not None and column.mask is not None:
+        own = own_tokens(column.credit, column.mask, inherited, truth)
+        means, kept = per_thought(column.credit, own, truth)
+        column.pearson = pearson(means, truth.advantage.values[kept].numpy())
+    return column
+
+
 def _true_column(truth: Truth, trajectories: Trajectories, samples: int) -> Column:
     note = f"{samples} continuations per thought; {truth.sampled_tokens:,} tokens sampled for it"
+    if not truth.sampled_tokens:
+        note = f"from the values that `creditgraph values` sampled{truth.precision}"
     credit = truth.per_token(trajectories.response_tokens)
     return Column(TRUTH, note, credit, credit.with_values(torch.ones(len(credit.values), dtype=torch.bool)))
 
@@ -206,13 +248,8 @@ def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Te
         effective = effective_credit(trajectories, credit, learner_of(experiment.graph).config.objective)
     except (CreditgraphError, NodeFailure) as error:
         return Column(name, f"no credit: {error}")
-    values = effective.credit.select(rows)
-    mask = credit.mask.select(rows)
-    correlation = math.nan
-    if truth is not None:
-        thoughts = per_thought(values, mask, trajectories.inherited[rows], truth)
-        correlation = pearson(thoughts.credit, thoughts.truth)
-    return Column(name, note, values, mask, correlation)
+    column = Column(name, note, effective.credit.select(rows), credit.mask.select(rows))
+    return _measured(column, trajectories.inherited[rows], truth)
 
 
 def _credit(experiment: Experiment, source: _Source) -> tuple[Trajectories, Credit, str]:
@@ -234,23 +271,35 @@ def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]
     """Node → outputs that come from the run; ConfigError when the recipe needs rollouts that the run does not have."""
     graph = experiment.graph
     samplers = [n for n in graph.nodes if samples_rollouts(n)]
-    own = {n.use: n for n in source.replay.graph.nodes if samples_rollouts(n)}
+    own = {n.use: n for n in source.replay.graph.nodes if samples_rollouts(n)} or _imported(source)
     same = {n.use for n in samplers} == set(own)
-    if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN):
+    turns = EPISODES in own and source.imported
+    if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN and not turns):
         missing = [n.use for n in samplers if n.use not in own] or [n.use for n in samplers]
         raise ConfigError(
             f"it needs further sampling: rollouts of its own ({', '.join(missing)}), which this run does not have."
         )
-    handles = ((Policy, source.policy), (Verifier, source.verifier), (Prompts, source.prompts))
+    policy = source.policy or (None if source.replay.graph.outputs_of(Policy) else NoPolicy())
+    handles = ((Policy, policy), (Verifier, source.verifier), (Prompts, source.prompts))
     shared: dict[str, dict[str, Any]] = {}
     for node in graph.nodes:
         for output, socket in node.sockets.outputs.items():
             values: list[Any] = [value for kind, value in handles if value is not None and socket.carries(kind)]
+            if node in samplers and socket.carries(Turns) and turns and same:
+                values.append(source.replay.value(Wire(own[node.use].name, output), source.iteration))
             if node in samplers and socket.carries(Trajectories):
                 values.append(_rollouts(node, output, own[node.use] if same else None, source))
             if values:
                 shared.setdefault(node.name, {})[output] = values[-1]
     return shared
+
+
+def _imported(source: _Source) -> dict[str, Node]:
+    """Of a run whose rollouts are imported turns, the node that has them, as the sampler of episodes."""
+    for wire in source.replay.graph.outputs_of(Turns):
+        if source.iteration in recorded_iterations(source.replay.path, f"{wire.source}.{wire.output}"):
+            return {EPISODES: source.replay.graph[wire.source]}
+    return {}
 
 
 def _rollouts(node: Node, output: str, own: Node | None, source: _Source) -> Trajectories:

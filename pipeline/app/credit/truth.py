@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from creditgraph.components.rollouts.thoughts import has_oracle, true_first_erro
 from creditgraph.components.text.stops import ends_of_stop, token_texts
 from creditgraph.pipeline.core.handles import Policy, Sampling, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 from creditgraph.pipeline.core.streams import Stream, key_of
+from creditgraph.pipeline.run.recording import read_payload, recorded_iterations
 
 STOP = "</thought>"
+SAMPLED_SEGMENTS, SAMPLED_VALUES = "values.segments", "values.values"  # records of `creditgraph values`
 
 State = tuple[Any, ...]  # what a policy continues: tokens of prompt and of the response so far
 
@@ -38,7 +41,8 @@ class Truth:
             cannot tell.
         correct, valid: bool [N].
         num_states: distinct prefixes.
-        sampled_tokens: tokens of the sampled continuations.
+        sampled_tokens: tokens of the sampled continuations; 0 where they were sampled before.
+        precision: a note on how precise the values are; "" where `halves` say it.
     """
 
     ends: Jagged
@@ -50,6 +54,7 @@ class Truth:
     valid: Tensor
     num_states: int
     sampled_tokens: int
+    precision: str = ""
 
     def per_token(self, tokens: Jagged) -> Jagged:
         """The true advantage of the thought of every response token: credit without estimation error."""
@@ -70,6 +75,38 @@ def thought_ends(trajectories: Trajectories, policy: Policy | None) -> Jagged:
             rows[row] = ends_of_stop(pieces, STOP)
         ends = Jagged.from_rows(rows, torch.int32)
     return close_segments(ends, trajectories.response_tokens.lengths)
+
+
+def sampled_values(run: Path, iteration: int) -> tuple[Segments, SegmentValues] | None:
+    """What `creditgraph values` recorded for rows of an iteration; None without."""
+    folder = run / "record"
+    if iteration not in recorded_iterations(run, SAMPLED_VALUES):
+        return None
+    segments, values = (
+        read_payload(folder / name / f"{iteration:06d}.parquet") for name in (SAMPLED_SEGMENTS, SAMPLED_VALUES)
+    )
+    return segments, values
+
+
+def truth_of_values(segments: Segments, values: SegmentValues, verdicts: Rewards) -> Truth:
+    """The truth for rows whose segments' values were sampled before; thoughts are these segments."""
+    at = values.values.with_values(values.values.values.double())
+    precision = ""
+    if values.errors is not None:
+        inner = values.errors.values[values.errors.values > 0]
+        precision = f"; standard error of a value {float(inner.mean()) if len(inner) else 0.0:.2f} on average"
+    return Truth(
+        ends=segments.ends,
+        values=at,
+        halves=(at, at),
+        advantage=increments(at),
+        error=torch.zeros(len(segments), dtype=torch.int64),
+        correct=verdicts.correct,
+        valid=verdicts.valid,
+        num_states=len(at.values) - len(segments),
+        sampled_tokens=0,
+        precision=precision,
+    )
 
 
 def true_values(

@@ -1,7 +1,5 @@
 """Checks that one data section loads, and that its verifier accepts its own reference answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Pictures of a graph as mermaid text and as a self-contained SVG, and descriptions of nodes for pages."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Edges that span several layers pass through one invisible place per layer, so that they never cross a node.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """`creditgraph eval … suite=NAME`: evaluates every subject on every task of a suite."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -19,7 +17,7 @@ from creditgraph.pipeline.app.evaluate.measure import Work, measure
 from creditgraph.pipeline.app.evaluate.request import Request, names_in, parse_request
 from creditgraph.pipeline.app.evaluate.results import results_table, write_comparison, write_results
 from creditgraph.pipeline.app.evaluate.scores import TaskScores, read_scores
-from creditgraph.pipeline.app.evaluate.sets import Problems, Verifiers, data_entry, load_problems
+from creditgraph.pipeline.app.evaluate.sets import Problems, SuiteVerifiers, data_entry, load_problems
 from creditgraph.pipeline.app.evaluate.subject import Engines, Subject, open_model_subject, open_run_subject
 from creditgraph.pipeline.app.evaluate.suite import Suite, load_suite
 from creditgraph.pipeline.core.component import Context
@@ -44,7 +42,7 @@ class Evaluation:
     request: Request
     suite: Suite
     config_dirs: Sequence[str]
-    verifiers: Verifiers
+    verifiers: SuiteVerifiers
     engines: Engines
     say: Callable[[str], None]
 
@@ -180,7 +178,7 @@ def evaluate_suite(
             request=request,
             suite=suite,
             config_dirs=config_dirs,
-            verifiers=stack.enter_context(closing(Verifiers(subjects[0].spec))),
+            verifiers=stack.enter_context(closing(SuiteVerifiers(subjects[0].spec))),
             engines=stack.enter_context(closing(Engines())),
             say=say,
         )

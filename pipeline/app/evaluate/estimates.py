@@ -5,8 +5,6 @@ with replacement. Problems are the population: the interval covers the variation
 over samples of these problems.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ RUN/eval/SUITE/CHECKPOINT/items/TASK/
     sampled-000000.parquet
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Samples and verifies the responses of a task that are not on disk yet, chunk by chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line of an evaluation: key=value, checked."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -80,7 +78,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
             dotted.setdefault(section, []).append(text)
         elif equals and key in fields:
             # Texts are taken as written: as YAML, a folder called 007 would be a number.
-            plain[key] = value if fields[key] == "str" else parse_settings([text])[key]
+            plain[key] = value if fields[key] is str else parse_settings([text])[key]
         elif not equals:
             problems.append(f"'{text}': no '='; expected key=value")
         else:

@@ -1,7 +1,5 @@
 """Result files of an evaluation: results of each subject, and the comparison of several."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Metrics of each task with intervals, means over tasks, and paired differences of two subjects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from creditgraph.pipeline.app.evaluate.estimates import (
     resampled_means,
 )
 from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore
-from creditgraph.pipeline.app.evaluate.suite import Suite, Task
+from creditgraph.pipeline.app.evaluate.suite import Suite, SuiteTask
 from creditgraph.pipeline.core.streams import Stream
 
 COLUMNS = ("problem", "problem_id", "answer", "correct", "valid", "reward", "finish_reason", "flagged")
@@ -41,7 +39,7 @@ class TaskScores:
     counts: dict[str, int]
 
 
-def read_scores(store: ItemStore, chunks: Sequence[Chunk], task: Task) -> TaskScores:
+def read_scores(store: ItemStore, chunks: Sequence[Chunk], task: SuiteTask) -> TaskScores:
     """Numbers per problem from the records of a task; one chunk is in memory at a time."""
     ids: list[str] = []
     flagged: list[Any] = []
@@ -77,7 +75,7 @@ def read_scores(store: ItemStore, chunks: Sequence[Chunk], task: Task) -> TaskSc
 
 
 def _of_problem(
-    chunk: Chunk, task: Task, correct: list[bool], reward: list[float], answer: list[str | None]
+    chunk: Chunk, task: SuiteTask, correct: list[bool], reward: list[float], answer: list[str | None]
 ) -> dict[str, float]:
     if chunk.part == "greedy":
         return {GREEDY: float(correct[0]), "greedy reward": float(reward[0])}

@@ -1,7 +1,5 @@
 """Evaluation sets: data files of the configuration, read as the problems of a task."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ from creditgraph.components.data.sources import parse_source
 from creditgraph.components.models.load import context_length
 from creditgraph.components.verifier.base import verifier_of
 from creditgraph.pipeline.app.evaluate.items import short_hash
-from creditgraph.pipeline.app.evaluate.suite import Suite, Task
+from creditgraph.pipeline.app.evaluate.suite import Suite, SuiteTask
 from creditgraph.pipeline.core.component import Context, ModelSpec, set_up
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
 from creditgraph.pipeline.core.handles import Verifier
@@ -46,7 +44,7 @@ class Problems:
     """
 
     name: str
-    task: Task
+    task: SuiteTask
     source: dict[str, Any]
     prompts: Prompts
     ids: list[str]
@@ -121,7 +119,7 @@ def _with_override(name: str, error: CreditgraphError) -> str:
     return f"{name}: {error}{step}"
 
 
-def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: ModelSpec, tokenizer: Any) -> Problems:
+def _load(number: int, name: str, task: SuiteTask, entry: dict[str, Any], spec: ModelSpec, tokenizer: Any) -> Problems:
     if task.template:
         entry["template"] = task.template
     if task.problems:
@@ -169,7 +167,7 @@ def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: Model
     )
 
 
-class Verifiers:
+class SuiteVerifiers:
     """Verifiers by component and settings; equal ones are started once."""
 
     def __init__(self, spec: ModelSpec) -> None:

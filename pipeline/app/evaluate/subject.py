@@ -25,19 +25,17 @@ from creditgraph.pipeline.core.settings import build_config
 from creditgraph.pipeline.core.sockets import sockets_of
 from creditgraph.pipeline.run.checkpoint import numbered, read_manifest
 from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
-from creditgraph.pipeline.run.compose.experiment import graph_dict
+from creditgraph.pipeline.run.compose.experiment import graph_dict, settings_of_run
 from creditgraph.pipeline.run.compose.overrides import deep_merge
-from creditgraph.pipeline.run.compose.secrets import from_environment
 from creditgraph.pipeline.run.replay import published
-from creditgraph.pipeline.run.run_directory import check_run, lock_holder
+from creditgraph.pipeline.run.run_directory import lock_holder
 from creditgraph.pipeline.run.run_settings import resolve_device
-from creditgraph.pipeline.run.trust import check_trusted
 
 _EDGE = 1 << 20  # bytes at each end of a weight file that its fingerprint reads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineChoice:
     """The component that samples, and its settings."""
 
     use: str
@@ -45,7 +43,7 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class SubjectWeights:
     """Weights that can be evaluated.
 
     Attributes:
@@ -77,9 +75,9 @@ class Subject:
 
     name: str
     folder: Path
-    checkpoint: Checkpoint
+    checkpoint: SubjectWeights
     spec: ModelSpec
-    engine: Engine
+    engine: EngineChoice
     device: str
     threads: int = 1
     train: dict[str, Any] | None = None
@@ -96,12 +94,8 @@ def open_run_subject(path: Path, request: Request, dirs: Sequence[Path]) -> Subj
     Raises:
         RunError: there is no such run or checkpoint, or the run is still training and no number was given.
     """
-    check_run(path)
-    config = path / "config.yaml"
-    values = read_yaml(config)
-    check_trusted(path, values)
-    values = from_environment(values, str(config))
-    spec = _model({**(values.get("model") or {}), **request.changed("model")}, str(config))
+    values = settings_of_run(path)
+    spec = _model({**(values.get("model") or {}), **request.changed("model")}, str(path / "config.yaml"))
     run = values.get("run") or {}
     return Subject(
         name=path.resolve().name,
@@ -132,7 +126,7 @@ def open_model_subject(name: str, request: Request, dirs: Sequence[Path]) -> Sub
         folder=Path(request.root) / f"model-{_file_name(short)}",
         checkpoint=_initial(spec),
         spec=spec,
-        engine=_chosen_engine(Engine(use="engine.local"), {}, request, dirs),
+        engine=_chosen_engine(EngineChoice(use="engine.local"), {}, request, dirs),
         device=resolve_device(request.device or "auto"),
     )
 
@@ -179,17 +173,19 @@ def _model(settings: Mapping[str, Any], place: str) -> ModelSpec:
     return spec
 
 
-def _engine_of_run(values: dict[str, Any], request: Request, dirs: Sequence[Path]) -> Engine:
+def _engine_of_run(values: dict[str, Any], request: Request, dirs: Sequence[Path]) -> EngineChoice:
     nodes = graph_dict(values)[0]["nodes"].values()
     engines = [
-        Engine(use=node["use"], settings=dict(node.get("config") or {}))
+        EngineChoice(use=node["use"], settings=dict(node.get("config") or {}))
         for node in nodes
         if output_of(load_class(node["use"]), Policy)
     ]
-    return _chosen_engine(engines[0] if engines else Engine(use="engine.local"), values, request, dirs)
+    return _chosen_engine(engines[0] if engines else EngineChoice(use="engine.local"), values, request, dirs)
 
 
-def _chosen_engine(own: Engine, values: Mapping[str, Any], request: Request, dirs: Sequence[Path]) -> Engine:
+def _chosen_engine(
+    own: EngineChoice, values: Mapping[str, Any], request: Request, dirs: Sequence[Path]
+) -> EngineChoice:
     """The engine of the command line; references in its file (to the learner's LoRA) are resolved in `values`."""
     engine = own
     if request.engine:
@@ -199,11 +195,11 @@ def _chosen_engine(own: Engine, values: Mapping[str, Any], request: Request, dir
         chosen = resolved_section("engine", known[request.engine], values)
         use = str(chosen.pop("use"))
         # Another engine has other settings, so those of the run's engine do not apply to it.
-        engine = Engine(use=use, settings=deep_merge(own.settings if use == own.use else {}, chosen))
+        engine = EngineChoice(use=use, settings=deep_merge(own.settings if use == own.use else {}, chosen))
     return dataclasses.replace(engine, settings=deep_merge(engine.settings, request.changed("engine")))
 
 
-def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
+def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> SubjectWeights:
     if name == "initial":
         return _initial(spec)
     if not name.isdigit() and name != "latest":
@@ -232,7 +228,7 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
                 raise RunError(f"{error} Choose another{existing}.") from error
             notes.append(f"{folder} is damaged; the previous checkpoint is evaluated")
             continue
-        return Checkpoint(
+        return SubjectWeights(
             name=folder.name, fingerprint=fingerprint, weights=partial(_published, folder), notes=tuple(notes)
         )
     raise RunError(f"{path / 'checkpoints'}: no checkpoint can be read; continue the run, or use checkpoint=initial.")
@@ -249,7 +245,7 @@ def _published(folder: Path) -> Weights:
     return weights
 
 
-def _exported(folder: Path) -> Checkpoint:
+def _exported(folder: Path) -> SubjectWeights:
     if not folder.is_dir():
         raise RunError(
             f"checkpoint={folder}: no such folder; expected latest, initial, the number of an iteration, or a folder "
@@ -257,13 +253,13 @@ def _exported(folder: Path) -> Checkpoint:
         )
     weights = Weights(version=1, path=str(folder))
     name = _file_name(folder.resolve().name)
-    return Checkpoint(name=name, fingerprint=_fingerprint(folder), weights=lambda: weights)
+    return SubjectWeights(name=name, fingerprint=_fingerprint(folder), weights=lambda: weights)
 
 
-def _initial(spec: ModelSpec) -> Checkpoint:
+def _initial(spec: ModelSpec) -> SubjectWeights:
     path = resolve_model_path(spec.path)
     fingerprint = _fingerprint(Path(path)) if Path(path).is_dir() else f"hub:{path}"
-    return Checkpoint(name="initial", fingerprint=fingerprint, weights=lambda: Weights(version=0))
+    return SubjectWeights(name="initial", fingerprint=fingerprint, weights=lambda: Weights(version=0))
 
 
 def _fingerprint(folder: Path) -> str:

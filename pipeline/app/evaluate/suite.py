@@ -1,7 +1,5 @@
 """Evaluation suites: tasks, and the sampling of their responses. Each is one YAML file in configs/suite."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from creditgraph.pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(SamplingSettings):
+class SuiteTask(SamplingSettings):
     """One evaluation set and how it is sampled. `temperature` and `top_p` are not those of the greedy pass."""
 
     data: str = ""
@@ -111,7 +109,7 @@ class Suite:
     confidence: float = 0.95
     resamples: int = 10_000
     contamination: Contamination = field(default_factory=Contamination)
-    tasks: dict[str, Task] = field(default_factory=dict)
+    tasks: dict[str, SuiteTask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
@@ -161,7 +159,7 @@ def load_suite(
             continue
         merged = deep_merge(deep_merge(defaults, settings or {}), per_task.get(task) or {})
         values = {"data": task, **merged} if isinstance(merged, dict) else merged
-        tasks[str(task)], mistakes = build_config(Task, values, f"suite {name}: tasks.{task}")
+        tasks[str(task)], mistakes = build_config(SuiteTask, values, f"suite {name}: tasks.{task}")
         problems += mistakes
     head = {k: v for k, v in file.items() if k not in ("tasks", "defaults")}
     suite, mistakes = build_config(Suite, {"name": name, **deep_merge(head, changed)}, f"suite {name}")

@@ -16,6 +16,7 @@ from creditgraph.pipeline.app.drawing.draw import settings_of, summary_of, svg
 from creditgraph.pipeline.app.report.source import RunSource, spread
 from creditgraph.pipeline.app.results import as_table, summarise
 from creditgraph.pipeline.app.text import cut
+from creditgraph.pipeline.app.trackers import WANDB_URL
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Batch, Prompts
 from creditgraph.pipeline.run.recording import dtype_name
@@ -33,7 +34,7 @@ def overview(run: RunSource) -> dict[str, Any]:
     results = summarise(run.rows) if run.rows else None
     return {
         "name": run.name,
-        "recipe": str(run.config.get("recipe", "–")),
+        "recipe": str(run.config.get("recipe") or "–"),
         "seed": str(section.get("seed", "–")),
         "model": str((run.config.get("model") or {}).get("path", "–")),
         "iterations": results.iterations if results else 0,
@@ -42,13 +43,23 @@ def overview(run: RunSource) -> dict[str, Any]:
         "after": results.accuracy_after if results else None,
         "reward": results.reward_last if results else None,
         "tokens": results.sampled_tokens if results else None,
-        "seconds": results.seconds if results else None,
+        "seconds": (results.seconds or None) if results else None,
         "table": as_table(results) if results else "",
         "running": run.running,
+        "tracker": _tracker(run),
         "notes": run.notes,
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else "",
         "data": data_card(run),
     }
+
+
+def _tracker(run: RunSource) -> str:
+    """The address of the run in wandb; "" where it is in none."""
+    try:
+        address = (run.path / WANDB_URL).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return address if address.startswith("https://") else ""
 
 
 def data_card(run: RunSource) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -186,7 +197,9 @@ def _range(values: Tensor) -> str:
         return f", {100 * float(values.float().mean()):.1f} % true"
     if values.dtype in (torch.int32, torch.int64) and int(values.max()) > 1_000_000_000:
         return ""  # ids
-    wide = values.double()
+    wide = values.double()[~values.isnan()]
+    if not len(wide):
+        return ", all unknown"
     return f"; {float(wide.min()):.4g} to {float(wide.max()):.4g}, mean {float(wide.mean()):.4g}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from creditgraph.pipeline.app.credit.side_by_side import Comparison
 from creditgraph.pipeline.app.report.pack import pack
 from creditgraph.pipeline.app.report.page import render
-from creditgraph.pipeline.app.report.rollouts import piece
+from creditgraph.pipeline.app.report.rollouts import load_tokenizer, piece
 from creditgraph.pipeline.run.metrics import plain
 from creditgraph.pipeline.run.run_directory import write_aside
 
@@ -20,6 +20,7 @@ def cards(comparison: Comparison) -> list[dict[str, Any]]:
     prompts = comparison.prompts
     texts = dict(zip(prompts.uid.tolist(), zip(prompts.text, prompts.answer, strict=True), strict=True))
     trajectories = comparison.trajectories
+    tokenizer = load_tokenizer(comparison.model)
     rows = []
     for i, uid in enumerate(trajectories.uid.tolist()):
         prompt, answer = texts.get(int(trajectories.prompt_uid[i]), ("", ""))
@@ -31,21 +32,13 @@ def cards(comparison: Comparison) -> list[dict[str, Any]]:
                 "reward": comparison.reward[i],
                 "error": comparison.error[i],
                 "inherited": int(trajectories.inherited[i]),
-                "pieces": _pieces(comparison.tokenizer, trajectories.response_tokens.row(i).tolist()),
+                "pieces": [piece(tokenizer, token) for token in trajectories.response_tokens.row(i).tolist()],
                 "ends": comparison.ends.row(i).tolist(),
                 "credit": {name: [float(f"{v:.5g}") for v in c.row(i).tolist()] for name, c in columns.items()},
                 "scale": scale,
             }
         )
     return rows
-
-
-def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
-    if tokenizer is None:
-        return [piece(None, token) for token in tokens]
-    ids = [[token] for token in tokens]
-    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return texts
 
 
 def write_credit(comparison: Comparison, target: Path, title: str) -> int:

@@ -1,7 +1,5 @@
 """Learning curves: runs that differ only by their seed become one line with a band."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Bytes: a little-endian uint32 with the length of a JSON header, the header, then
 it names. The blob is zlib-compressed and base64-encoded, so that the HTML itself never contains recorded text.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

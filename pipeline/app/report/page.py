@@ -22,6 +22,7 @@ from creditgraph.pipeline.app.report.timelines import timeline
 from creditgraph.pipeline.app.text import visible
 from creditgraph.pipeline.core.errors import MissingExtraError, extra
 from creditgraph.pipeline.run.run_directory import write_aside
+from creditgraph.pipeline.run.timeline.spans import phase_of
 
 ASSETS = Path(__file__).parent / "assets"
 RECORDED_BYTES = 24e6  # of Parquet whose rollouts fit a file of 20 MB
@@ -35,8 +36,8 @@ def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> in
     return len(text.encode())
 
 
-def report_html(runs: Sequence[RunSource], title: str = "") -> str:
-    """The page of some runs."""
+def report_html(runs: Sequence[RunSource], title: str = "", live: str = "") -> str:
+    """The page of some runs; of a served page `live` is the state of the runs that it shows."""
     graphs = [graph_card(run) for run in runs]
     # The compressed size is known only afterwards, so fewer rollouts are read until the page is small enough.
     bytes_read = RECORDED_BYTES
@@ -60,16 +61,19 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         "names": [run.name for run in runs],
         "curves": curves,
         "phases": [phases(run) for run in runs],
+        "lanes": [{n.name: phase_of(n) for n in run.graph.nodes} if run.graph else {} for run in runs],
         "graphs": [{k: v for k, v in card.items() if k != "svg"} if card else None for card in graphs],
     }
     blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
     blobs |= {f"data-timeline-{i}": pack(*spans_of_run) for i, spans_of_run in enumerate(spans) if spans_of_run}
     has_curves = bool(curves["lines"])
+    has_phases = has_curves and any(main["phases"])
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
+        *([("curves", "Learning curves")] if has_curves else []),
         ("rollouts", "Rollouts"),
-        *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
+        *([("phases", "Time per phase")] if has_phases else []),
     ]
     sections += [("timeline", "Timeline")] if any(spans) else []
     sections += [("graph", "Graph")] if any(graphs) else []
@@ -85,6 +89,7 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
             "turns.js",
             "rollouts.js",
             "start.js",
+            *(["live.js"] if live else []),
         ),
         vega=vega,
         blobs=blobs,
@@ -97,25 +102,35 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         timelines=[bool(s) for s in spans],
         axes=AXES,
         has_curves=has_curves,
+        has_phases=has_phases,
         num_rollouts=len(rollouts),
         differences=config_differences(runs),
+        live=live,
     )
 
 
 def render(
-    template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, vega: str = "", **values: Any
+    template: str,
+    scripts: Sequence[str],
+    blobs: Mapping[str, str],
+    title: str,
+    vega: str = "",
+    live: str = "",
+    **values: Any,
 ) -> str:
     """A page of a template, with the library `vega` if it has charts.
 
-    Its Content-Security-Policy allows these scripts by their hash, and nothing else.
+    Its Content-Security-Policy allows these scripts by their hash, requests to its server if it is a `live` page, and
+    nothing else.
     """
     texts = [(ASSETS / name).read_text(encoding="utf-8") for name in scripts]
     if vega:
         texts.insert(0, vega)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
+    connect = "; connect-src 'self'" if live else ""
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
+        f"form-action 'none'{connect}"
     )
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
@@ -127,7 +142,7 @@ def render(
     environment.filters |= {"visible": visible, "decimal": _decimal, "count": _count, "duration": _duration}
     css = (ASSETS / "report.css").read_text(encoding="utf-8")
     page = environment.get_template(template).render(
-        policy=policy, css=Markup(css), scripts=texts, blobs=blobs, title=visible(title), **values
+        policy=policy, css=Markup(css), scripts=texts, blobs=blobs, title=visible(title), live=live, **values
     )
     return page.encode("utf-8", "replace").decode()  # recorded text may hold lone surrogates
 

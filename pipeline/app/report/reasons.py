@@ -1,7 +1,5 @@
 """Why each rollout has its credit, as the components of a graph say in `explain`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from creditgraph.pipeline.app.report.source import RunSource

@@ -35,6 +35,7 @@ from creditgraph.pipeline.core.payloads import (
     Trajectories,
     Turns,
 )
+from creditgraph.pipeline.run.packing import record_size
 from creditgraph.pipeline.run.recording import read_table
 
 TRAINED = 1
@@ -42,6 +43,8 @@ THOUGHT_END = 2
 SEGMENT_END = 4
 HAS_CREDIT = 8
 HAS_RATIO = 16
+HAS_ENTROPY = 32
+HAS_LOGPROB = 64
 LONGEST_PIECE = 400  # characters kept of one token
 LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 
@@ -113,6 +116,11 @@ def roles(run: RunSource) -> dict[str, list[str]]:
     return outputs
 
 
+def _added_later(run: RunSource, name: str) -> bool:
+    """Whether no node of the run recorded it, but a command for one iteration, such as `creditgraph values`."""
+    return run.graph is not None and name.partition(".")[0] not in run.graph
+
+
 def learner_wires(run: RunSource, socket: str) -> list[str]:
     """ "node.output" wired into a learner's socket."""
     learners = run.graph.learners if run.graph else []
@@ -139,7 +147,7 @@ def collect(runs: Iterable[RunSource], max_bytes: float = float("inf")) -> Rollo
 
 def _choose(run: RunSource, kinds: dict[str, list[str]], max_bytes: float) -> list[int]:
     names = {*kinds["Trajectories"], *kinds["Credit"]}
-    size = sum(file.stat().st_size for (name, _), file in run.files.items() if name in names)
+    size = sum(record_size(file) for (name, _), file in run.files.items() if name in names)
     recorded = sorted({i for name, i in run.files if name in kinds["Trajectories"]})
     chosen = spread(recorded, max(1, int(len(recorded) * min(1.0, max_bytes / max(size, 1)))))
     if len(chosen) < len(recorded):
@@ -231,7 +239,7 @@ class _Collector:
             if isinstance(batch, kind):
                 table = columns_of(batch)
                 rows |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
-            elif (name, iteration) not in self.run.files:
+            elif (name, iteration) not in self.run.files and not _added_later(self.run, name):
                 self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
         return rows
 
@@ -311,6 +319,8 @@ class _Collector:
         ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
         _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
         entropy = _sized(table["entropies"][i], size)
+        flags |= np.isfinite(entropy).astype(np.uint8) * np.uint8(HAS_ENTROPY)
+        flags |= np.isfinite(sampled).astype(np.uint8) * np.uint8(HAS_LOGPROB)
         for name, column in zip(_TOKEN_COLUMNS, (pieces, advantage, ratio, entropy, sampled, flags, at), strict=True):
             self.out.tokens[name].append(column)
         trained = advantage[(flags & TRAINED) > 0]

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
-from creditgraph.pipeline.core.errors import CreditgraphError, RunError, did_you_mean, ranges
+from creditgraph.pipeline.app.overview import find_runs
+from creditgraph.pipeline.core.errors import CreditgraphError, RunError, ranges
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.run.metrics import read_lines, read_metrics, unreadable_lines
+from creditgraph.pipeline.run.packing import open_parquet, recorded_files
 from creditgraph.pipeline.run.recording import KEY, from_arrow, read_table, recorded_sums
 from creditgraph.pipeline.run.run_directory import lock_holder
 from creditgraph.pipeline.run.timeline.files import trace_files
@@ -36,7 +37,7 @@ class RunSource:
         rejected: rows of rejected.jsonl.
         card: data_card.json, where the run wrote one.
         traces: files of its timeline.
-        files: ("node.output", iteration) → Parquet file.
+        files: ("node.output", iteration) → Parquet file, which may be in an archive (`pipeline/run/packing.py`).
         running: whether a process holds the run's lock.
         notes: sentences about missing parts.
     """
@@ -120,18 +121,10 @@ def read_run(path: Path) -> RunSource:
     """Looks through a run directory.
 
     Raises:
-        RunError: there is no such folder, or nothing in it is of a run.
+        RunError: there is no such folder, or it is not that of one run.
     """
-    if not path.is_dir():
-        near = [file.parent.name for file in path.parent.glob("*/config.yaml")]
-        raise RunError(f"{path}: no such run directory.{did_you_mean(path.name, near) if near else ''}")
-    if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "record")):
-        inside = sorted(file.parent.name for file in path.glob("*/config.yaml"))
-        holds = f" It holds runs: {', '.join(inside[:12])}{', …' if len(inside) > 12 else ''}." if inside else ""
-        raise RunError(
-            f"{path}: not a run (no config.yaml, metrics.jsonl or record/); expected a folder that `creditgraph train` "
-            f"wrote.{holds}"
-        )
+    if (found := find_runs(path)) != [path]:
+        raise RunError(f"{path}: a folder of {len(found)} runs; expected one of them, such as {found[0]}.")
     run = RunSource(path)
     run.config = _guarded(run, "config.yaml", lambda p: _mapping(yaml.safe_load(_text(p)))) or {}
     run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []
@@ -139,7 +132,8 @@ def read_run(path: Path) -> RunSource:
         damaged = _guarded(run, name, unreadable_lines)
         if damaged:
             run.note(f"{name}: {len(damaged)} lines cannot be read (line {ranges(damaged)[:80]}) and are left out")
-    lost = sorted(n for n in recorded_sums(path / "record") if not (path / "record" / n).exists())
+    there = recorded_files(path / "record")
+    lost = sorted(recorded_sums(path / "record").keys() - set(there))
     if lost:
         run.note(f"{len(lost)} recorded files are missing, first record/{lost[0]}")
     run.rejected = _guarded(run, "rejected.jsonl", read_lines) or []
@@ -147,9 +141,8 @@ def read_run(path: Path) -> RunSource:
     run.traces = trace_files(path)
     if not run.rows:
         run.note("no metrics (metrics.jsonl is missing or empty), so there are no curves")
-    for file in sorted((path / "record").glob("*/*.parquet")):
-        if file.stem.isdigit():
-            run.files[file.parent.name, int(file.stem)] = file
+    for file in (path / "record" / name for name in there if name.endswith(".parquet")):
+        run.files[file.parent.name, int(file.stem)] = file
     if not run.files:
         run.note(
             "nothing is recorded (record/ is empty), so there are no rollouts; train with run.record.every=1 to see "
@@ -185,7 +178,8 @@ def _mapping(content: Any) -> dict[str, Any]:
 def schema_class(file: Path) -> str:
     """The payload class named in a record's schema; "" when it cannot be read."""
     try:
-        return str(json.loads((pq.read_schema(file).metadata or {})[KEY])["class"]).rpartition(":")[2]
+        with open_parquet(file) as open_file:
+            return str(json.loads((open_file.schema_arrow.metadata or {})[KEY])["class"]).rpartition(":")[2]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return ""
 

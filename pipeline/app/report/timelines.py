@@ -1,7 +1,5 @@
 """The timeline of a run: spans of some iterations for the page, and all of them in one file for Perfetto."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Episodes of a page: which turn of which episode each rollout is."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 Found = dict[int, tuple[dict[str, Any], int]]

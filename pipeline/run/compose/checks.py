@@ -18,7 +18,8 @@ from creditgraph.pipeline.core.settings import settings_named
 from creditgraph.pipeline.run.compose.overrides import Override
 
 MAX_VALUES = 100_000  # values of a YAML file after its aliases are followed
-_ALIAS = re.compile(rb"[\s\[{,:-]\*\w")
+_NAME = re.compile(r"[\w.-]+")
+_ALIAS = re.compile(r"[\s\[{,:-]\*\w")
 
 
 def chooses_component(key: str, is_group: bool, nodes: Any) -> bool:
@@ -201,17 +202,28 @@ def joined(problems: Iterable[str], nodes: Mapping[str, Any]) -> list[str]:
     return [f"{', '.join(names)}{sentence}" for (_, sentence), names in places.items()]
 
 
-def check_aliases(folders: Iterable[Path]) -> None:
-    """Raises ConfigError for a file of the user's whose YAML aliases (`*name`) repeat each other without measure."""
-    for file in (f for folder in folders for f in folder.glob("*/*.yaml")):
-        try:
-            text = file.read_bytes()
-            root = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if _ALIAS.search(text) else None
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
-            continue  # if the file is chosen, hydra says what is wrong with it
-        if root is not None and (count := _count_values(root, {})) > MAX_VALUES:
-            shown = "without end" if count == math.inf else f"to {count:.3g} values"
-            raise ConfigError(f"{file}: its aliases (*name) expand {shown}; expected at most {MAX_VALUES:,}.")
+def check_aliases(parsed: Sequence[Override], folders: Iterable[Path]) -> None:
+    """Raises ConfigError for a file of the user's whose YAML aliases (`*name`) repeat each other without measure.
+
+    Only files that overrides choose, or the `defaults` of such a file, are looked at: one that is broken spoils no
+    other.
+    """
+    files = {file for folder in folders for file in folder.glob("*/*.yaml")}
+    chosen = " ".join(override.text for override in parsed)
+    while loaded := {file for file in files if file.stem in _NAME.findall(chosen) or "${" in chosen}:
+        files -= loaded
+        for file in loaded:
+            try:
+                text = file.read_text(encoding="utf-8")
+                root = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+                continue  # hydra says what is wrong with it
+            if _ALIAS.search(text) and (count := _count_values(root, {})) > MAX_VALUES:
+                shown = "without end" if count == math.inf else f"to {count:.3g} values"
+                raise ConfigError(f"{file}: its aliases (*name) expand {shown}; expected at most {MAX_VALUES:,}.")
+            for key, value in root.value if isinstance(root, yaml.MappingNode) else []:
+                if key.value == "defaults":
+                    chosen += text[value.start_mark.index : value.end_mark.index]
 
 
 def _count_values(node: yaml.Node, known: dict[int, float]) -> float:

@@ -1,7 +1,5 @@
 """The folders and files that a configuration is composed of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -36,7 +36,9 @@ from creditgraph.pipeline.run.compose.checks import (
 )
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
 from creditgraph.pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
-from creditgraph.pipeline.run.compose.secrets import public, remember_sources
+from creditgraph.pipeline.run.compose.secrets import from_environment, public, remember_sources
+from creditgraph.pipeline.run.run_directory import check_run
+from creditgraph.pipeline.run.trust import check_trusted
 
 if TYPE_CHECKING:
     from creditgraph.pipeline.core.component import ModelSpec
@@ -84,7 +86,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     """
     dirs = search_dirs(config_dirs)
     parsed = parse_overrides(overrides, dirs)
-    check_aliases(d for d in dirs if d != CONFIG_DIR)
+    check_aliases(parsed, [d for d in dirs if d != CONFIG_DIR])
     values = _composed(parsed, dirs)
     check_last_word(values, parsed)
     kept = [o for o in parsed if not chooses_component(o.key, o.is_group, values.get("nodes"))]
@@ -196,6 +198,21 @@ def _use_verifier_of_data(nodes: dict[str, Any], values: Mapping[str, Any]) -> N
 def _is_unused(section: str, settings: Any) -> bool:
     """Whether a section is only the default choice of a group, which a graph without that node ignores."""
     return section in GROUPS_IN_DEFAULTS and isinstance(settings, dict) and set(settings) <= {"use"}
+
+
+def settings_of_run(path: Path) -> dict[str, Any]:
+    """The configuration of a run, with the variables of the environment that it names, to build its graph from.
+
+    Raises:
+        RunError: there is no run, or its code may not be loaded; see `creditgraph.pipeline.run.trust`.
+        ConfigError: config.yaml is damaged, or a variable is not set.
+    """
+    check_run(path)
+    config = path / "config.yaml"
+    values = read_yaml(config)
+    check_trusted(path, values)
+    settings: dict[str, Any] = from_environment(values, str(config))
+    return settings
 
 
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:

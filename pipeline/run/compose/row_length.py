@@ -1,7 +1,5 @@
 """The longest row that a graph's nodes may have the policy sample or score, before anything is loaded."""
 
-from __future__ import annotations
-
 from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.handles import Policy
 from creditgraph.pipeline.core.payloads import Prompts

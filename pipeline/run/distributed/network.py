@@ -4,8 +4,6 @@ NCCL tries by itself, sometimes without an end; so its first exchange runs in a 
 when that does not return. NCCL has not been run; the tests have gloo in its place.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

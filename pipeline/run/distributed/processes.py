@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,11 +26,15 @@ from creditgraph.pipeline.run.distributed.network import (
     within,
 )
 from creditgraph.pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
-from creditgraph.pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
+from creditgraph.pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, WAITS, PeerLost, Watchdog, leave, stopped
 from creditgraph.pipeline.run.distributed.wire_format import pack, pieces, unpack
 from creditgraph.pipeline.run.timeline.heartbeat import where
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
+# A rank waits for another one as long as that lives, which the watchdog sees; a collective of NCCL begins on all ranks
+# after one of gloo, so it has a limit.
+FOREVER = timedelta(days=20)
+GPU_LIMIT = timedelta(minutes=30)
 
 
 class Processes(Team):
@@ -42,14 +46,11 @@ class Processes(Team):
         meeting: where the ranks meet.
         ranks: planned ranks.
         device: "cpu" or "cuda…"; with CUDA, sums of GPU tensors go over NCCL.
-        timeout: seconds that a rank waits for the others in one collective.
     """
 
-    def __init__(self, meeting: Rendezvous, ranks: Ranks, device: str, timeout: float) -> None:
+    def __init__(self, meeting: Rendezvous, ranks: Ranks, device: str) -> None:
         super().__init__(ranks)
         use_device(device)
-        limit = timedelta(seconds=timeout)
-        _allow_files(ranks.world)
         self._hosts_store = meeting.hosts_store
         try:
             store: Any = TCPStore(
@@ -71,18 +72,18 @@ class Processes(Team):
                 "others, and that the port is free (MASTER_PORT)."
             ) from error
         choose_interface(meeting.address)
-        options: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world, "timeout": limit}
+        options: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world, "timeout": GPU_LIMIT}
         options["store"] = PrefixStore(f"{prefix}/groups", store)
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         try:
             within(CONNECT_TIMEOUT, lambda: dist.init_process_group(backend, **options))
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise not_connected("gloo", ranks, error) from error
-        self._watchdog = Watchdog(PrefixStore(f"{prefix}/watch", store.clone()), ranks)
-        self._everyone = dist.new_group(backend="gloo", timeout=limit)
+        self._watchdog = Watchdog(PrefixStore(f"{prefix}/watch", store.clone()), ranks, self._places)
+        self._everyone = dist.new_group(backend="gloo", timeout=FOREVER)
         if device.startswith("cuda"):
             _check_own_gpus(ranks, device, self._everyone)
-        self._collectives = {name: _Collectives(ranks, limit) for name in ("generation", "learning")}
+        self._collectives = {name: _Collectives(ranks) for name in ("generation", "learning")}
         if device.startswith("cuda"):
             connect_gpus(ranks, device)
 
@@ -131,8 +132,7 @@ class Processes(Team):
         rank = self.ranks.rank
         if _is_loss(error):
             first = self._watchdog.blame() or self._watchdog.report(
-                f"{_text(error)}; all ranks are alive, so one is stuck or slower than run.timeout allows"
-                f"{self._places()}"
+                f"{_text(error)}; all ranks are alive, so the network between two of them broke{self._places()}"
             )
         else:
             first = self._watchdog.report(_text(error))
@@ -148,12 +148,12 @@ class Processes(Team):
 
 
 class _Collectives(Collectives):
-    def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         size = ranks.per_replica
 
         def group(members: list[int]) -> Any:
-            return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            return dist.new_group(members, timeout=FOREVER, use_local_synchronization=True)
 
         self._peers = group([r * size + ranks.position for r in range(ranks.num_replicas)])
         self._leader = ranks.replica * size
@@ -254,20 +254,6 @@ def _all_here(store: Any, ranks: Ranks) -> None:
     store.wait(["all"])
 
 
-def _allow_files(world: int) -> None:
-    """Raises the soft limit of open files.
-
-    gloo connects a rank to every other one in each of its groups, which from about 250 ranks on exceeds the usual limit
-    of 1,024.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 1024 + 8 * world
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )
-
-
 def _broadcast(data: Tensor | None, source: int, group: Any) -> Tensor:
     """uint8 [bytes] of the rank `source` (None elsewhere), on all ranks of the group."""
     size = torch.tensor([0 if data is None else len(data)])
@@ -280,10 +266,14 @@ def _broadcast(data: Tensor | None, source: int, group: Any) -> Tensor:
 
 @contextmanager
 def _collective(what: str) -> Iterator[None]:
+    thread = threading.get_ident()
+    WAITS[thread] = time.monotonic()
     try:
         yield
     except RuntimeError as error:  # gloo and NCCL have no error type for a lost peer
         raise PeerLost(f"{what} failed: {str(error).splitlines()[0]}") from error
+    finally:
+        del WAITS[thread]
 
 
 def _is_loss(error: BaseException | None) -> bool:
@@ -319,12 +309,12 @@ def _check_own_gpus(ranks: Ranks, device: str, group: Any) -> None:
         )
 
 
-def run_together(meeting: Rendezvous, ranks: Ranks, device: str, timeout: float, work: Callable[[Team], int]) -> int:
+def run_together(meeting: Rendezvous, ranks: Ranks, device: str, work: Callable[[Team], int]) -> int:
     """Runs `work` on this rank, together with all others when there are any."""
     if ranks.world == 1:
         return work(Team(ranks))
     try:
-        processes = Processes(meeting, ranks, device, timeout)
+        processes = Processes(meeting, ranks, device)
     except DistributedError as error:
         leave(str(error), 2)
     with processes:

@@ -7,10 +7,9 @@ There is no separate control plane: ranks agree through collectives at the same 
     srun --ntasks 2 creditgraph train recipe=toy_grpo
 """
 
-from __future__ import annotations
-
 import os
 import re
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,9 @@ from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.ranks import Ranks
 
 __all__ = ["Collectives", "DistributedError", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
+
+FILES = 1024  # open files of a rank beside those that are counted
+SOCKETS_PER_RANK = 4  # to each other rank, one in each group of gloo
 
 # Jobs on one host must not share a port, so it is derived from the job's number.
 _FIRST_PORT = 20000
@@ -152,6 +154,28 @@ def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
             f"{replicas} replicas; expected at most {MAX_REPLICAS}. Use more processes per replica or fewer processes."
         )
     return Ranks(rank=ranks.rank, world=ranks.world, local_rank=ranks.local_rank, num_replicas=replicas)
+
+
+def allow_files(graph: Graph, world: int) -> None:
+    """Raises the soft limit of open files to what a run on `world` ranks needs; the usual one is 1,024.
+
+    gloo connects a rank to every other one in each of its groups, and nodes open more, see `Component.files`.
+
+    Raises:
+        DistributedError: the hard limit is lower.
+    """
+    wants = {f"{n.name} ({n.use})": n.cls.files(n.config, world) for n in graph.nodes}
+    needed = FILES + SOCKETS_PER_RANK * (world - 1) + sum(wants.values())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        most = [f"{count:,} of {name}" for name, count in wants.items() if count]
+        raise DistributedError(
+            f"open files: expected a limit of at least {needed:,} for {world:,} ranks"
+            f"{' (' + ', '.join(most) + ')' if most else ''}, got a hard limit of {hard:,} (ulimit -Hn). Have it "
+            "raised on these hosts (LimitNOFILE of slurmd, or limits.conf), or start fewer ranks."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Collectives:

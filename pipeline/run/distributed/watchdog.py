@@ -2,31 +2,42 @@
 
 A rank that fails writes its error into the store that all ranks share. Ranks that wait in a collective see the
 connection break; ranks that compute, or wait for a waiting rank, get the error from a thread that watches the store.
-Every rank also increments a counter there, which shows which rank died without reporting an error.
+Every rank also increments a counter there, its pulse, which shows which rank died without reporting an error. No wait
+for a rank that has a pulse ends: one iteration may sample for hours.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from creditgraph.pipeline.core.ranks import Ranks
 from creditgraph.pipeline.run.distributed.team import DistributedError
 
+logger = logging.getLogger("creditgraph")
+
 PULSE = 1.0  # seconds between signs of life
-SILENCE = 4 * PULSE  # a rank without a sign of life for this long is dead
+SILENCE = 4 * PULSE  # a rank without a sign of life for this long is dead, once a collective has failed
+DEAD = 45.0  # seconds without a sign of life after which any rank is dead; a busy one may be late by seconds
+LOOKS = 4  # looks at all pulses within `DEAD`
+PATIENCE = 600.0  # seconds after which rank 0 logs whom it waits for; then after twice as many, and so on
+WAITS: dict[int, float] = {}  # thread of this process → when the collective began that it is in
 GRACE = 5.0  # seconds a rank has to end by itself once another has failed
 ERROR = "first_error"
 EXIT_CODE = 1
+_SILENT = "gave no sign of life for {:g} s (is that host down or stopped?); see the log of that host"
 _STORE_GONE = "rank 0: the store is gone, and with it the process that served it; look into its log"
 
 
 class PeerLost(DistributedError):
-    """A collective failed, because another rank is gone or too slow."""
+    """A collective failed, because another rank is gone."""
 
 
 class Watchdog:
@@ -35,15 +46,21 @@ class Watchdog:
     Args:
         store: connection to the run's store, used by nobody else.
         ranks: this rank.
+        places: describes where the ranks are.
     """
 
-    def __init__(self, store: Any, ranks: Ranks) -> None:
+    def __init__(self, store: Any, ranks: Ranks, places: Callable[[], str]) -> None:
         self._store = store
         self._ranks = ranks
+        self._places = places
+        self._patience = PATIENCE
         # The store's client may not be used by two threads at once.
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: str | None = None  # kept, because the store may end before this rank does
+        self._heard = time.monotonic()  # of the store
+        self._moved: dict[int, tuple[int, float]] = {}  # rank → its pulse, and when that last changed
+        threading.Thread(target=self._guard, name="store guard", daemon=True).start()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -96,18 +113,53 @@ class Watchdog:
             return [self._store.add(f"pulse/{rank}", 0) for rank in range(self._ranks.world)]
 
     def _watch(self) -> None:
+        look = time.monotonic()
         try:
             while not self._done.wait(PULSE):
                 with self._lock:
                     self._store.add(f"pulse/{self._ranks.rank}", 1)
+                self._heard = time.monotonic()
                 if (first := self.first()) is not None:
                     break
+                if self._ranks.rank == 0:
+                    self._notice()
+                    # Rank 0 is beside the store, so its look at all pulses costs little.
+                    if self._heard - look > DEAD / LOOKS:
+                        look = self._heard
+                        self._look()
             else:
                 return
         except Exception:
             first = _STORE_GONE
+        self._heard = math.inf
         if not self._done.wait(GRACE):
             leave(stopped(self._ranks.rank, first))
+
+    def _look(self) -> None:
+        """Reports ranks whose host is gone: their connections need not break."""
+        now = time.monotonic()
+        for rank, pulse in enumerate(self._pulses()):
+            if pulse != self._moved.get(rank, (-1, now))[0]:
+                self._moved[rank] = (pulse, now)
+        silent = [rank for rank, (_, moved) in self._moved.items() if now - moved > DEAD]
+        if silent:
+            self.report(f"{', '.join(f'rank {rank}' for rank in silent)} {_SILENT.format(DEAD)}")
+
+    def _notice(self) -> None:
+        """Logs for whom rank 0 waits, if it has waited long."""
+        waited = time.monotonic() - min(list(WAITS.values()), default=time.monotonic())
+        if not waited:
+            self._patience = PATIENCE
+        elif waited > self._patience:
+            self._patience *= 2
+            logger.warning("rank 0 has waited %.0f s for other ranks, which are alive%s", waited, self._places())
+
+    def _guard(self) -> None:
+        """Ends the process when the store is silent: its client would wait as long as TCP does, for 15 minutes."""
+        while not self._done.wait(PULSE):
+            if time.monotonic() - self._heard > DEAD:
+                reason = f"rank 0: its store {_SILENT.format(DEAD)}"
+                leave(stopped(self._ranks.rank, reason))
 
 
 def stopped(rank: int, first: str) -> str:

@@ -1,7 +1,5 @@
 """Values as bytes for sending: a JSON header and raw tensor buffers, as in a checkpoint; never pickle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

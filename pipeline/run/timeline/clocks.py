@@ -1,7 +1,5 @@
 """Busy time of overlapping spans, and the clock offset between hosts."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any, Protocol

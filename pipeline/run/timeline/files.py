@@ -4,8 +4,6 @@ The format is the JSON array of trace events that chrome://tracing and ui.perfet
 without its closing bracket.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RUN/heartbeat.json (heartbeat.N.json for rank N): the present activity of a rank, rewritten once a second or less."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

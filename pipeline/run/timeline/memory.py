@@ -1,7 +1,5 @@
 """Peaks of GPU memory over spans that may lie in each other, and overlap in several threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

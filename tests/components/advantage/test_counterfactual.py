@@ -10,8 +10,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from creditgraph.components.advantage.counterfactual import Counterfactual, repair_share, shaping_statistics
-from creditgraph.components.advantage.edits import edited_tokens
+from creditgraph.components.advantage.counterfactual import (
+    Counterfactual,
+    edited_tokens,
+    repair_share,
+    shaping_statistics,
+)
 from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.pipeline.core.errors import AlignmentError, GraphError
 from creditgraph.pipeline.core.graph import build_graph

@@ -25,10 +25,9 @@ def shares(values, sizes, reward=1.0, sign=1.0, **form):
     return result.to_lists()[0]
 
 
-@pytest.mark.parametrize("residual", ["equal", "last"])
-def test_redistributed_rewards_sum_to_the_return(random_values, residual):
+def test_redistributed_rewards_sum_to_the_return(random_values):
     _, ends, values, reward = random_values()
-    parts = redistributed_rewards(values, reward, residual)
+    parts = redistributed_rewards(values, reward)
     filled = ends.lengths > 0
     torch.testing.assert_close(parts.sum()[filled], reward.double()[filled], rtol=0, atol=1e-12)
     assert parts.lengths.tolist() == ends.lengths.tolist()
@@ -37,9 +36,8 @@ def test_redistributed_rewards_sum_to_the_return(random_values, residual):
 def test_redistribution_by_hand():
     # Values 0.2, 0.6, 0.4, 0.8, return 1: gains 0.4, −0.2, 0.4 leave 0.4.
     values, reward = Jagged.from_rows([[0.2, 0.6, 0.4, 0.8]], torch.float64), torch.tensor([1.0])
-    equal = redistributed_rewards(values, reward, "equal").to_lists()[0]
+    equal = redistributed_rewards(values, reward).to_lists()[0]
     assert equal == pytest.approx([0.4 + 0.4 / 3, -0.2 + 0.4 / 3, 0.4 + 0.4 / 3])
-    assert redistributed_rewards(values, reward, "last").to_lists()[0] == pytest.approx([0.4, -0.2, 0.8])
     v, n = values.to_lists()[0], [1, 1, 2]
     # Positive gains 0.4, 0, 0.4 → 1/2, 0, 1/2, nine tenths of them, and a tenth by length.
     assert shares(v, n, per="segment") == pytest.approx([0.45 + 0.025, 0.025, 0.45 + 0.05])
@@ -66,11 +64,10 @@ def test_redistribution_slow_version(reference, random_values, head, sign, per):
     result = segment_shares(values, ends.with_values(torch.cat(trained)), reward, signs, form)
     drawn = 0
     for i in range(1, len(sizes)):
-        for residual in ("equal", "last"):
-            parts, slow, part = reference.redistribution(
-                values.to_lists()[i], reward[i].item(), residual, trained[i].tolist(), sign, form
-            )
-            assert redistributed_rewards(values, reward, residual).row(i).tolist() == pytest.approx(parts, abs=1e-6)
+        parts, slow, part = reference.redistribution(
+            values.to_lists()[i], reward[i].item(), trained[i].tolist(), sign, form
+        )
+        assert redistributed_rewards(values, reward).row(i).tolist() == pytest.approx(parts, abs=1e-6)
         drawn += part < 1
         assert sum(result.row(i).tolist()) == pytest.approx(1.0)
         # The reference goes in steps of a thousandth, and unbounded shares of `signed` may be large.

@@ -174,6 +174,30 @@ def test_code_is_answered_with_the_test_that_fails():
     assert environment.step("```python\nprint(int(input()) * 2)\n```") == made_step(True, 1.0)
 
 
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "print(secret)",
+        "raise ValueError(secret)",
+        "raise type(secret, (Exception,), {})()",
+        "import os\nos._exit(ord(secret[0]))",
+        "import os\nos.kill(os.getpid(), (9, 15)[ord(secret[0]) % 2])",
+        "import sys\nsys.exit(secret)",
+    ],
+)
+def test_a_private_test_is_not_in_the_feedback(leak):
+    """Whatever the program says of its input: two inputs have the same feedback."""
+    seen = set()
+    for secret in ("PRIVATE-271828", "QRIVATE-31415926"):
+        environment = made(CodeFeedback, allow_unsandboxed=True)
+        environment.reset({"prompt": "?", "tests": [{"input": secret, "output": "never"}]})
+        observation = environment.step(f"```python\nsecret = input()\n{leak}\n```").observation
+        assert secret not in observation
+        seen.add(observation)
+    assert len(seen) == 1
+    assert "Passed 0 of 1 tests. Test 1 failed.\n" in seen.pop()
+
+
 def test_an_environment_on_a_server():
     """The reference server: a counter per episode that ends at its third step."""
     episodes = {}

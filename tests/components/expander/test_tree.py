@@ -10,8 +10,14 @@ from creditgraph.components.advantage.trees.paths import TreePaths
 from creditgraph.components.advantage.trees.siblings import TreeSiblings
 from creditgraph.components.advantage.trees.tree import tree_of
 from creditgraph.components.expander.tree import Tree
-from creditgraph.components.expander.tree_growth import SegmentRule, UncertainRule, most_uncertain, uncertainty
-from creditgraph.components.expander.tree_thoughts import closed_thoughts, with_whole_thoughts
+from creditgraph.components.expander.tree_growth import (
+    SegmentRule,
+    UncertainRule,
+    closed_thoughts,
+    most_uncertain,
+    uncertainty,
+    with_whole_thoughts,
+)
 from creditgraph.components.rewards.outcome import Outcome
 from creditgraph.components.verifier.exact import Exact
 from creditgraph.pipeline.core.errors import CreditgraphError

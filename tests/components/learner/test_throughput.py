@@ -4,8 +4,8 @@ import pytest
 import torch
 from learner_steps import FAST, REINFORCE
 
+from creditgraph.components.learner.learner import throughput
 from creditgraph.components.learner.step import RolloutTraining
-from creditgraph.components.learner.throughput import throughput
 from creditgraph.components.models.shape import Shape
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.jagged import Jagged

@@ -5,7 +5,7 @@ tests/components/engine/vllm/test_engine.py compares it with vLLM's own counts.
 
 import torch
 
-from creditgraph.components.rollouts.branch_cost import BranchCost, branch_cost, planned_cost
+from creditgraph.components.value.answer_likelihood import BranchCost, branch_cost, planned_cost
 from creditgraph.pipeline.app.costs import cost_lines
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 

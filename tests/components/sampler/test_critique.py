@@ -68,22 +68,11 @@ def test_a_refinement_is_trained_under_the_problem_and_scored_there(toolbox):
     assert metrics["refinement_logprob_change"] < -8
 
 
-def test_or_under_the_prompt_it_was_sampled_from(toolbox):
-    out, _, policy = _run(toolbox, ["poor"], ["good"], condition="refinement")
-    assert "poor" in decode_rows(policy.tokenizer, out.prompt_tokens.to_lists())[1]
-    assert out.engine_logprobs.row(1).max() > -9
-    assert not hasattr(policy, "scored")
-
-
-def test_all_right_is_left_as_it_is_or_refined_too(toolbox):
+def test_all_right_is_left_as_it_is(toolbox):
     out, metrics, policy = _run(toolbox, ["good", "good"], ["good"])
     assert out.text == ["good", "good"]
     assert len(policy.calls) == 1
     assert metrics["no_refinement_share"] == 1
-    everything, _, policy = _run(toolbox, ["good", "poor"], ["half", "good"], refine="all")
-    prompts = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
-    assert ["is correct" in prompts[0], "is wrong" in prompts[1]] == [True, True]
-    assert everything.text == ["good", "poor", "good"]
 
 
 def test_no_refinements_are_plain_groups(toolbox):
@@ -108,14 +97,6 @@ def test_unverified_rows(toolbox):
     prompts = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
     assert not any("poor?" in text for text in prompts)
     assert _run(toolbox, ["poor"], ["nan", "half"])[0].text == ["poor", "half"]
-
-
-def test_only_correct(toolbox):
-    out, metrics, _ = _run(toolbox, ["poor"], ["half"], only_correct=True)
-    assert out.text == ["poor"]
-    assert metrics["no_refinement_share"] == 1
-    kept, _, _ = _run(toolbox, ["poor"], ["half", "good"], only_correct=True)
-    assert kept.text == ["poor", "good"]
 
 
 def test_pieces_by_hand():

@@ -52,6 +52,8 @@ def test_arguments_of_calls_that_are_allowed_in_part(machine):
     assert answer(machine, number["ioctl"], 0, 0x5401) == ALLOW
     assert answer(machine, number["ioctl"], 0, 0x5412) == EPERM  # TIOCSTI
     assert answer(machine, number["fcntl"], 1, 1030) == ALLOW
+    for locks in (5, 6, 7, 36, 37, 38):
+        assert answer(machine, number["fcntl"], 1, locks) == EPERM
     assert answer(machine, number["fcntl"], 1, 1031) == EPERM
 
 

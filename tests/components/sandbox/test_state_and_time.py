@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from creditgraph.components.sandbox import pool
 from creditgraph.components.sandbox.limits import MEGABYTE, Limits
 from creditgraph.components.sandbox.pool import Program, run_programs
 from creditgraph.components.sandbox.watch import Watch
@@ -66,6 +67,45 @@ def test_a_program_has_a_budget(isolation):
     assert results[3].reason == "not run: the tests before it took more than 1 s together"
     with pytest.raises(ValueError, match="program_seconds: expected numbers > 0"):
         Limits(program_seconds=0.0)
+
+
+def test_a_program_has_a_budget_by_the_clock(isolation, monkeypatch):
+    """Waiting for a processor counts against no test, but no program has a worker for ever."""
+    monkeypatch.setattr(pool, "CLOCK_FACTOR", 0.1)
+    results = run(isolation, "import time\ntime.sleep(0.1)\nprint(1)", *["x"] * 40, seconds=40.0, program_seconds=10.0)
+    assert results[0].status == "exit"
+    assert results[-1].reason == "not run: the tests before it took more than 10 s together"
+
+
+def test_a_test_that_stops_the_runner_gets_no_more_time(isolation):
+    """The runner stands still from 0 to 1.6 s of a limit of 1 s, and then finds the answer and the host's request."""
+    source = """
+import os, signal, time
+runner = os.getppid()
+if os.fork() == 0:
+    time.sleep(1.6)
+    os.kill(runner, signal.SIGCONT)
+    os._exit(0)
+os.kill(runner, signal.SIGSTOP)
+time.sleep(1.5)
+print(49)
+"""
+    for _ in range(3):
+        assert run(isolation, source, "", seconds=1.0)[0].reason == "timed out after 1 s"
+
+
+def test_a_program_locks_nothing_of_the_host(isolation):
+    source = """
+import fcntl, os
+for file in ("/dev/null", os.__file__, "/etc/ld.so.cache", "/usr/lib"):
+    for lock in (fcntl.flock, fcntl.lockf):
+        try:
+            lock(os.open(file, os.O_RDWR if file == "/dev/null" else os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            print("locked", file)
+        except PermissionError:
+            pass
+"""
+    assert [(r.reason, r.out) for r in run(isolation, source, "")] == [("", "")]
 
 
 def test_seconds_of_many_processes_are_added(isolation):
@@ -142,7 +182,7 @@ print(other.recv())
 process.join()""",
     "database": """
 import sqlite3
-with sqlite3.connect("/tmp/x") as base:
+with sqlite3.connect(":memory:") as base:
     base.execute("create table t(a)")
     base.execute("insert into t values(5)")
 print(*base.execute("select a from t").fetchone())""",

@@ -1,4 +1,4 @@
-"""Entropy cuts with a quantile and a minimum distance; fixed segments at their limits."""
+"""Entropy cuts with a quantile; fixed segments at their limits."""
 
 import pytest
 import torch
@@ -11,28 +11,20 @@ from creditgraph.pipeline.core.jagged import Jagged
 ENTROPIES = [[9.0, 2.0, 0.1, 3.0, 2.9, 0.2, 2.5, 2.8]]
 
 
-def _ends(segments, quantile=0.0, min_distance=1):
-    return entropy_ends(Jagged.from_rows(ENTROPIES, torch.float32), segments, quantile, min_distance).to_lists()[0]
+def _ends(segments, quantile=0.0):
+    return entropy_ends(Jagged.from_rows(ENTROPIES, torch.float32), segments, quantile).to_lists()[0]
 
 
-def test_distance_by_hand():
+def test_cuts_by_hand():
     # Order: 3 (3.0), 4 (2.9), 7 (2.8), 6 (2.5), 1 (2.0), 5, 2.
     assert _ends(4) == [3, 4, 7, 8]
-    # At distance 2: 3; 4 is too near; 7 would leave one token; 6; 1 would leave one token before it and is 2 from 3,
-    # but only 1 from 0.
-    assert _ends(4, min_distance=2) == [3, 6, 8]
-    # At distance 3: 3; 6 would leave two tokens; 5 is too near to 3.
-    assert _ends(4, min_distance=3) == [3, 8]
-    assert _ends(4, min_distance=5) == [8]
-    assert _ends(2, min_distance=2) == [3, 8]
 
 
 def test_quantile_by_hand():
     # The top quarter of 8 tokens is 2: places 3 and 4; the first token takes no cut and no place among them.
     assert _ends(8, quantile=0.75) == [3, 4, 8]
-    # A number that binds first, then the distance.
+    # A number that binds first.
     assert _ends(2, quantile=0.75) == [3, 8]
-    assert _ends(8, quantile=0.75, min_distance=2) == [3, 8]
     # Rounded up: one token of eight at least.
     assert _ends(8, quantile=0.99) == [3, 8]
 
@@ -43,31 +35,13 @@ def test_slow_version(reference):
     jagged = Jagged.from_rows(rows, torch.float32)
     for segments in (1, 3, 50):
         for quantile in (0.0, 0.5, 0.8):
-            for distance in (1, 2, 4):
-                fast = entropy_ends(jagged, segments, quantile, distance).to_lists()
-                assert fast == [reference.spaced_cuts(row.tolist(), segments, quantile, distance) for row in rows]
+            fast = entropy_ends(jagged, segments, quantile).to_lists()
+            assert fast == [reference.entropy_cuts(row.tolist(), segments, quantile) for row in rows]
 
 
-def test_no_limits_is_one_segment_per_token_and_distance_one_changes_nothing():
+def test_no_limits_is_one_segment_per_token():
     jagged = Jagged.from_rows([[0.3, 0.1, 0.2], []], torch.float32)
     assert entropy_ends(jagged, 99).to_lists() == [[1, 2, 3], []]
-    torch.manual_seed(4)
-    many = Jagged.from_rows([torch.rand(30) for _ in range(10)], torch.float32)
-    assert entropy_ends(many, 6, 0.3).equal(entropy_ends(many, 6, 0.3, min_distance=1))
-
-
-def test_segments_are_never_shorter_than_the_distance(toolbox):
-    node = toolbox.start(EntropyCuts, segments=20, min_distance=7)
-    texts = ["x" * n for n in (0, 1, 6, 7, 13, 14, 40)]
-    torch.manual_seed(5)
-    lengths = torch.tensor([len(t) for t in texts])
-    trajectories = toolbox.trajectories(texts, entropies=Jagged.from_lengths(torch.rand(int(lengths.sum())), lengths))
-    for ends, length in zip(
-        node.run(trajectories=trajectories).segments.ends.to_lists(), lengths.tolist(), strict=True
-    ):
-        sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
-        assert sum(sizes) == length
-        assert len(sizes) == 1 or min(sizes, default=7) >= 7 or length == 0
 
 
 def test_fixed_segments_are_those_of_a_plain_loop():
@@ -89,7 +63,7 @@ def test_long_fixed_segments_are_whole_responses(toolbox):
     [
         ({"quantile": 1.0}, "expected 0 ≤ quantile < 1, got 1.0"),
         ({"quantile": -0.1}, "expected 0 ≤ quantile < 1, got -0.1"),
-        ({"min_distance": 0}, "expected segments and min_distance ≥ 1, got 8 and 0"),
+        ({"segments": 0}, "expected segments ≥ 1, got 0"),
     ],
 )
 def test_impossible_settings_are_reported(settings, text):

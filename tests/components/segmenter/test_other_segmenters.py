@@ -92,7 +92,6 @@ def test_keywords_cut_after_the_token_that_completes_them(toolbox):
     ("kind", "settings", "text"),
     [
         (Fixed, {"tokens": 0}, "expected tokens ≥ 1, got 0"),
-        (EntropyCuts, {"segments": 0}, "expected segments and min_distance ≥ 1, got 0 and 1"),
         (KeywordEntropy, {"keywords": ("",)}, "expected one or more non-empty keywords"),
     ],
 )

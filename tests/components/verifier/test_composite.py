@@ -54,9 +54,7 @@ def test_terms_add_up(toolbox):
 def test_mistakes_are_reported(toolbox):
     _, problems = build_config(Composite.Config, {"parts": [{"use": "verifier.exact", "decides": False}]}, "verifier")
     assert problems == ["verifier: parts: expected at least one part with decides: true, got none."]
-    with pytest.raises(
-        ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"
-    ):
-        start(toolbox, parts=[{"use": "verifier.exact", "config": {"ignore_cas": True}}])
+    with pytest.raises(ConfigError, match=r"parts\[0\]\.config\.compar: unknown setting\. Did you mean 'compare'"):
+        start(toolbox, parts=[{"use": "verifier.regex", "config": {"compar": True}}])
     with pytest.raises(ConfigError, match="returns no verifier; choose one"):
         start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoVerifier"}]).run()

@@ -37,7 +37,6 @@ def test_letters(toolbox):
     rewards = verify(toolbox, Choice, texts, ["B"] * 12)
     assert rewards.correct.tolist() == [True] * 7 + [False] * 5
     assert rewards.detail[7:] == ["answered 'C'", *["no choice in the response"] * 3, "answered 'C'"]
-    assert verify(toolbox, Choice, ["The answer is B"], ["B"], free_form=False).correct.tolist() == [False]
 
 
 def test_texts_of_choices(toolbox):
@@ -66,7 +65,6 @@ def test_yes_and_no(toolbox):
     rewards = verify(toolbox, Boolean, texts, ["true"] * 8)
     assert rewards.correct.tolist() == [True] * 4 + [False] * 4
     assert rewards.detail[4:] == ["answered 'no'"] + ["neither yes nor no in the response"] * 3
-    assert verify(toolbox, Boolean, ["yes"], ["yes"], free_form=False).correct.tolist() == [False]
     assert verify(toolbox, Boolean, ["yes"], ["maybe"]).detail == ["the reference 'maybe' is neither yes nor no"]
 
 

@@ -8,8 +8,9 @@ import torch
 
 from creditgraph.lab.bench.credit_bench import EXACT, CreditBench, Options, choose_rows
 from creditgraph.lab.bench.credit_report import cell, draw, table
+from creditgraph.lab.bench.measured_run import MeasuredRun, shared_outputs
 from creditgraph.lab.bench.methods import BASELINE, METHODS, Method
-from creditgraph.pipeline.app.credit.sessions import CreditRun, learner_of, shared_outputs
+from creditgraph.pipeline.app.credit.sessions import learner_of
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.payloads import Prompts, Weights
@@ -27,7 +28,7 @@ def weights():
 @pytest.fixture(scope="module")
 def grpo(weights):
     experiment = BASELINE.experiment(*SMALL)
-    with CreditRun(experiment, 0, weights, uids_from_top=True) as run:
+    with MeasuredRun(experiment, 0, weights, uids_from_top=True) as run:
         yield experiment, run
 
 
@@ -49,7 +50,7 @@ SAMPLERS = ("grpo", "srpo", "rredcot", "vineppo", "spo_tree", "treerl", "ibpo", 
 def test_every_node_that_samples_says_how_much(weights, method):
     # Token sums of iterations with an evaluation rest on the nodes' own counts.
     experiment = method.experiment("prompts.batch=2", "data.train.size=40")
-    with CreditRun(experiment, 0, weights) as run:
+    with MeasuredRun(experiment, 0, weights) as run:
         by_engine = run.cost(rollouts=True).sampled_tokens + run.cost(rollouts=False).sampled_tokens
         assert run.logged("sampled_tokens") == by_engine > 0
 
@@ -59,7 +60,7 @@ def test_rollouts_are_shared_where_they_are_sampled_alike(grpo, weights):
     other = Method("drgrpo", "toy_drgrpo").experiment(*SMALL)
     given = shared_outputs(other.graph, run)
     assert sorted(given) == ["prompts", "sampler"]
-    with CreditRun(other, 0, weights, shared=given, shared_costs={n: run.costs[n] for n in given}) as second:
+    with MeasuredRun(other, 0, weights, shared=given, shared_costs={n: run.costs[n] for n in given}) as second:
         assert torch.equal(second.trajectories.uid, run.trajectories.uid)
         assert not second.own_rollouts
         assert second.cost(rollouts=True) == run.cost(rollouts=True)
@@ -71,7 +72,7 @@ def test_own_rollouts_answer_the_same_prompts_under_other_uids(grpo, weights):
     _, run = grpo
     resets = Method("srpo_oracle", "toy_srpo_oracle").experiment("prompts.batch=2", "data.train.size=40")
     given = shared_outputs(resets.graph, run)
-    with CreditRun(resets, 0, weights, shared=given) as own:
+    with MeasuredRun(resets, 0, weights, shared=given) as own:
         assert own.own_rollouts
         assert set(own.trajectories.prompt_uid.tolist()) <= set(run.by_node["prompts"]["batch"].uid.tolist())
         assert not set(own.trajectories.uid.tolist()) & set(run.trajectories.uid.tolist())

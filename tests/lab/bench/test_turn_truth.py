@@ -7,9 +7,9 @@ import torch
 
 from creditgraph.lab.bench.credit_bench import EXACT, CreditBench, Options
 from creditgraph.lab.bench.credit_report import table
+from creditgraph.lab.bench.measured_run import MeasuredRun, shared_outputs
 from creditgraph.lab.bench.methods import STOP, TURNS
 from creditgraph.lab.bench.turn_truth import exact_values, turn_values, whole
-from creditgraph.pipeline.app.credit.sessions import CreditRun, shared_outputs
 from creditgraph.pipeline.core.handles import Environments, Policy
 from creditgraph.pipeline.core.payloads import Prompts, Weights
 from creditgraph.pipeline.core.streams import Stream
@@ -25,7 +25,7 @@ def weights():
 
 
 def test_played_values_are_the_exact_ones(weights, monkeypatch):
-    with CreditRun(STOP[0].experiment(*SMALL), 0, weights) as run:
+    with MeasuredRun(STOP[0].experiment(*SMALL), 0, weights) as run:
         table_ = run.player.table(run.first(Prompts), run.first(Policy), run.first(Environments))
         episodes = whole(run.trajectories.response_tokens, run.turns)
         rows = torch.arange(len(episodes))
@@ -48,7 +48,7 @@ def test_played_values_are_the_exact_ones(weights, monkeypatch):
 
 
 def test_rollouts_of_another_environment_are_not_shared(weights):
-    with CreditRun(TURNS[0].experiment(*SMALL), 0, weights, uids_from_top=True) as run:
+    with MeasuredRun(TURNS[0].experiment(*SMALL), 0, weights, uids_from_top=True) as run:
         steps = TURNS[1].experiment(*SMALL).graph
         assert sorted(shared_outputs(steps, run)) == ["prompts"]
         assert sorted(shared_outputs(TURNS[2].experiment(*SMALL).graph, run)) == ["prompts", "sampler"]

@@ -1,5 +1,13 @@
 """creditgraph export: a run's weights as a folder that transformers loads."""
 
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 import torch
 
@@ -59,3 +67,91 @@ def test_mistakes_get_sentences(export, run, tmp_path):
         assert code == 2
         assert part in said
     assert not (tmp_path / "x").exists()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's calls of an upload: a repository, how to send each file, large ones apart, one commit."""
+
+    def do_GET(self):
+        self.reply({"type": "user", "name": "me", "orgs": []})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            mode = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
+            self.reply({"files": [{"path": p, "uploadMode": mode[p], "shouldIgnore": False} for p in paths]})
+        elif self.path.endswith("/objects/batch"):
+            objects = json.loads(body)["objects"]
+            uploads = [{"upload": {"href": f"{self.server.url}/put/{o['oid']}"}} for o in objects]
+            answers = [{**o, "authenticated": True, "actions": a} for o, a in zip(objects, uploads, strict=True)]
+            self.reply({"transfer": "basic", "objects": answers})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    self.server.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    self.server.files[value["path"]] = self.server.large[value["oid"]]
+            self.reply({"commitUrl": f"{self.server.url}/me/toy/commit/1", "commitOid": "1", "success": True})
+        elif self.path.endswith("/validate-yaml"):
+            self.reply({"errors": [], "warnings": []})
+        else:
+            self.server.made.append((self.headers["Authorization"], json.loads(body)))
+            self.reply({"url": f"{self.server.url}/me/toy", "name": "me/toy"})
+
+    def do_PUT(self):
+        self.server.large[self.path.split("/")[-1]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.reply({})
+
+    def reply(self, content):
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        server.files, server.large, server.made = {}, {}, []
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def push(run, folder, **environment):
+    # Its settings are read when it is imported.
+    command = [sys.executable, "-m", "creditgraph", "export", str(run), "--output", str(folder), "--push", "me/toy"]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_a_pushed_model_is_the_exported_folder_with_its_card(run, tmp_path, hub):
+    settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    done = push(run, tmp_path / "model", **settings)
+    assert done.returncode == 0, done.stderr
+    assert f"pushed to {hub.url}/me/toy" in done.stdout
+    ((token, made),) = hub.made
+    assert (token, made["name"], made["visibility"]) == ("Bearer hf_x", "toy", "private")
+    local = {
+        str(f.relative_to(tmp_path / "model")): f.read_bytes() for f in (tmp_path / "model").rglob("*") if f.is_file()
+    }
+    assert {name: hub.files[name] for name in local} == local
+    card = hub.files["README.md"].decode()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for line in ("| recipe | toy_grpo |", "| iterations | 2 of 2 |", "| seed | 0 |", "| base model | tiny |", "commit"):
+        assert line in card, line
+
+
+def test_a_push_without_a_hub_leaves_the_folder(run, tmp_path):
+    done = push(run, tmp_path / "model", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert f"{tmp_path / 'model'} is written. Log in with `hf auth login`" in done.stderr
+    assert (tmp_path / "model" / "README.md").exists()

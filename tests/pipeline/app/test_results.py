@@ -32,6 +32,17 @@ def test_summary_by_hand():
     assert results.curve == [(0, 0.2), (20, 0.65)]
 
 
+def test_an_interrupted_run_claims_no_accuracy_after():
+    """Measured before iteration 0 and before 10, ended after 14: nothing measured what the last ones did."""
+    rows = [{**row, "evaluator/accuracy": 0.4} if row["iteration"] == 10 else row for row in ROWS[:15]]
+    results = summarise(rows)
+    assert (results.accuracy_before, results.accuracy_after) == (0.2, None)
+    text = "0.200 before, 0.400 before iteration 10; not measured after the last iteration"
+    assert f"held-out accuracy  {text}" in as_table(results).splitlines()
+    first = as_table(summarise(ROWS[:5])).splitlines()
+    assert "held-out accuracy  0.200 before; not measured after the last iteration" in first
+
+
 def test_table_text():
     lines = as_table(summarise(ROWS)).splitlines()
     assert "held-out accuracy  0.200 before, 0.650 after (+45.0 points)" in lines

@@ -171,3 +171,29 @@ def test_settings_of_files_for_a_replaced_objective_are_dropped_with_a_line(capl
         build_experiment(
             compose(["recipe=toy_gspo", "learner.objective.use=reinforce", "learner.objective.config.clip_low=1"])
         )
+
+
+def test_a_broken_file_spoils_no_other_recipe_of_its_folder(tmp_path):
+    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcde", "bcdef", strict=True)
+    )
+    (tmp_path / "recipe").mkdir()
+    files = {
+        "bomb": f"defaults: [toy_grpo]\n{bomb}",
+        "open": "defaults: [toy_grpo\n",
+        "sound": "defaults: [toy_grpo]\n",
+        "including": "defaults: [bomb]\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+    assert compose(["recipe=sound"], [tmp_path])["recipe"] == "sound"
+    for name in ("bomb", "including"):
+        with pytest.raises(ConfigError, match=r"recipe/bomb\.yaml: its aliases .* expand to 1\.23e\+06 values"):
+            compose([f"recipe={name}"], [tmp_path])
+    with pytest.raises(ConfigError, match=r"open\.yaml, line \d+: no YAML"):
+        compose(["recipe=open"], [tmp_path])
+
+
+def test_a_path_beside_a_source_that_reads_none_is_refused():
+    with pytest.raises(GraphError, match=r"data.train: path '/nonexistent' would be ignored: source 'chains' makes"):
+        build_experiment(compose(["recipe=toy_grpo", "data.train.path=/nonexistent"]))

@@ -4,7 +4,8 @@
 
 It reads one JSON object a line, {world, path, port, …options of `Options`}, forks that many ranks with the variables
 torchrun sets, and answers with the list of their exit codes. The messages of rank r go to PATH.r. A fault is [node,
-rank, iteration, what], what being "raise", "kill" (SIGKILL), "stop" (SIGUSR1), "sleep" or "diverge".
+rank, iteration, what], what being "raise", "kill" (SIGKILL), "stop" (SIGUSR1), "freeze" (SIGSTOP), "sleep" (`sleep`
+seconds) or "diverge". A frozen rank is killed when the others have ended.
 """
 
 import json
@@ -39,7 +40,9 @@ class Options:
     delay: int = 1
     late: bool = False
     every: int = 2
-    timeout: float = 60.0
+    dead: float = 45.0
+    patience: float = 600.0
+    sleep: float = 600.0
     fault: list = field(default_factory=list)
 
 
@@ -70,6 +73,7 @@ class Faulty(Component):
     class Config:
         fault: tuple = ()
         size: int = 1
+        sleep: float = 0.0
 
     def fail(self):
         if self.config.fault[:3] != (self.context.node, self.context.ranks.rank, self.context.iteration):
@@ -78,10 +82,11 @@ class Faulty(Component):
         if what == "raise":
             raise DataError(f"no rows left on {self.context.node}")
         if what == "sleep":
-            time.sleep(600)
+            time.sleep(self.config.sleep)
+            return
         if what == "diverge":
             raise FloatingPointError("diverged")
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGUSR1}[what])
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGUSR1, "freeze": signal.SIGSTOP}[what])
 
 
 class Source(Faulty):
@@ -205,7 +210,7 @@ class LateScore(Score):
 
 
 def make_graph(options):
-    more = {"fault": tuple(options.fault), "size": options.size}
+    more = {"fault": tuple(options.fault), "size": options.size, "sleep": options.sleep}
     weights = f"learner.weights@{options.delay}"
     late = "@1" if options.late else ""
     wires = {"batch": f"source.batch{late}", "rewards": [f"score.rewards{late}"], "credit": f"score.credit{late}"}
@@ -224,18 +229,19 @@ def work(options):
     from creditgraph.pipeline.core.errors import CreditgraphError
     from creditgraph.pipeline.run.checkpoint import CheckpointSettings
     from creditgraph.pipeline.run.compose.experiment import Experiment
+    from creditgraph.pipeline.run.distributed import watchdog
     from creditgraph.pipeline.run.distributed.processes import run_together
     from creditgraph.pipeline.run.distributed.team import plan_ranks, rendezvous
     from creditgraph.pipeline.run.metrics import WandbSettings
     from creditgraph.pipeline.run.run_settings import RunSettings
 
+    watchdog.DEAD, watchdog.PATIENCE = options.dead, options.patience
     graph, path = make_graph(options), Path(options.path)
     run = RunSettings(
         name=path.name,
         root=str(path.parent),
         device="cpu",
         iterations=options.iterations,
-        timeout=options.timeout,
         checkpoint=CheckpointSettings(every=options.every),
         wandb=WandbSettings(mode="disabled"),
     )
@@ -243,7 +249,7 @@ def work(options):
     try:
         meeting = rendezvous()
         ranks = plan_ranks(graph, meeting.ranks)
-        return run_together(meeting, ranks, "cpu", options.timeout, lambda team: train(experiment, team))
+        return run_together(meeting, ranks, "cpu", lambda team: train(experiment, team))
     except CreditgraphError as error:
         sys.stderr.write(f"creditgraph train: {error}\n")
         return 2
@@ -289,5 +295,10 @@ if __name__ == "__main__":
                 rank_process(options, rank)
             pids.append(pid)
         begin = time.monotonic()
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        ends = {pid: os.waitpid(pid, os.WUNTRACED)[1] for pid in pids}
+        for pid, end in ends.items():
+            if os.WIFSTOPPED(end):
+                os.kill(pid, signal.SIGKILL)
+                ends[pid] = os.waitpid(pid, 0)[1]
+        codes = [os.waitstatus_to_exitcode(end) for end in ends.values()]
         tell([codes, time.monotonic() - begin])

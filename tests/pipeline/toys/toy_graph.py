@@ -197,11 +197,13 @@ def make_graph(delay=1, sleep=0.0, score_fails=-1, learn_fails=-1):
     )
 
 
-def train(path, iterations, delay=1, overlap=True, sleep=0.0, every=3, **settings):
+def train(path, iterations, delay=1, overlap=True, sleep=0.0, every=3, segment=100, **settings):
+    from creditgraph.pipeline.run import packing
     from creditgraph.pipeline.run.checkpoint import CheckpointSettings
     from creditgraph.pipeline.run.executor import Executor, RunSettings
     from creditgraph.pipeline.run.run_directory import RunDirectory
 
+    packing.SEGMENT = segment
     run_settings = RunSettings(
         iterations=iterations, overlap=overlap, checkpoint=CheckpointSettings(every=every), **settings
     )
@@ -242,13 +244,13 @@ def kill_at(what, count):
     checkpoint.os.replace = renamed
 
 
-def child(directory, iterations, delay, overlap, sleep, kill):
+def child(directory, iterations, delay, overlap, sleep, kill, segment=100):
     errors = os.open(f"{directory}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, 2)
     try:
         if kill:
             kill_at(kill.split(":")[0], int(kill.split(":")[1]))
-        code = train(Path(directory), iterations, delay, overlap, sleep).exit_code
+        code = train(Path(directory), iterations, delay, overlap, sleep, segment=segment).exit_code
     except BaseException:
         traceback.print_exc()
         code = 1

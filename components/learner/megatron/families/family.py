@@ -1,7 +1,5 @@
 """The description of a model family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

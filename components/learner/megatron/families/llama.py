@@ -1,7 +1,5 @@
 """Llama 2 and 3.x."""
 
-from __future__ import annotations
-
 from mbridge.models.llama import LLaMABridge
 
 from creditgraph.components.learner.megatron.families.family import Family

@@ -1,7 +1,5 @@
 """OLMo-2 and OLMo-3: post-norm layers, and query and key norms over all heads together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

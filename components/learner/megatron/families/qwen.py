@@ -1,7 +1,5 @@
 """Qwen2, Qwen2.5 and Qwen3, dense and with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mbridge.core.llm_bridge import LLMBridge

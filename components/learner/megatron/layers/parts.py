@@ -1,7 +1,5 @@
 """The classes of matrices and norms, by library; a family's specification is made of them."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from functools import cached_property

@@ -76,11 +76,13 @@
     };
   }
 
+  const rounded = v => (v === null ? null : Number(v.toPrecision(3)));
+
   function tokens(store, i) {
     const { c } = own(store), out = [];
     for (let t = c.offset[i]; t < c.offset[i + 1]; t++) {
       out.push({ text: store.data.pieces[c.piece[t]], credit: Number(store.creditOf(t).toPrecision(5)), trained: Boolean(c.flags[t] & store.TRAINED),
-        entropy: Number(store.entropyOf(t).toPrecision(3)), logprob: Number(store.logprobOf(t).toPrecision(3)) });
+        entropy: rounded(store.entropyOf(t)), logprob: rounded(store.logprobOf(t)) });
     }
     return out;
   }

@@ -2,15 +2,16 @@
 // The rollout browser: filters, a windowed list, why a rollout has its credit, its tokens coloured by it, and the tree of the prompt.
 (function () {
   const { el, visible, signed, number } = report;
-  const TRAINED = 1, THOUGHT_END = 2, SEGMENT_END = 4, HAS_CREDIT = 8, HAS_RATIO = 16;
+  const TRAINED = 1, THOUGHT_END = 2, SEGMENT_END = 4, HAS_CREDIT = 8, HAS_RATIO = 16, HAS_ENTROPY = 32, HAS_LOGPROB = 64;
   const HEIGHT = 54, MOST_TOKENS = 3000;
   let data, c, runs, texts, prompts, size, asked, rows = [], current = -1, order = [], recorded = false, only = -1;
   const $ = id => document.getElementById(id);
 
   const creditOf = t => (c.credit ? (c.credit[t] / 32767) * data.scales.credit : 0);
   const rooted = (column, t, scale) => (column ? (column[t] / 255) ** 2 * scale : 0);
-  const entropyOf = t => rooted(c.entropy, t, data.scales.entropy);
-  const logprobOf = t => -rooted(c.logprob, t, data.scales.logprob);
+  // null where the run recorded none.
+  const entropyOf = t => (c.flags[t] & HAS_ENTROPY ? rooted(c.entropy, t, data.scales.entropy) : null);
+  const logprobOf = t => (c.flags[t] & HAS_LOGPROB ? -rooted(c.logprob, t, data.scales.logprob) : null);
   const textOf = i => (c.text[i] >= 0 ? data.texts[c.text[i]] : Array.from({ length: length(i) }, (_, k) => data.pieces[c.piece[c.offset[i] + k]]).join(""));
   const length = i => c.offset[i + 1] - c.offset[i];
 
@@ -133,7 +134,7 @@
   ];
 
   const facts = i => [
-    ["ended by", data.texts[c.finish[i]]], ["tokens", `${length(i)}, ${c.inherited[i]} of them inherited`], ["policy version", String(c.version[i])],
+    ["ended by", data.texts[c.finish[i]]], ["tokens", `${length(i)}, ${c.inherited[i]} of them inherited`], ["policy version", c.version[i] < 0 ? "not recorded" : String(c.version[i])],
     ["mean credit", `${signed(c.mean_credit[i])} over trained tokens`],
     ...(c.step[i] ? [["first error", `thought ${c.step[i]} (${data.texts[c.step_source[i]]})`]] : []), ["uid", data.uid[i]],
   ];
@@ -164,6 +165,8 @@
     return out;
   }
 
+  const known = (value, show) => (value === null ? "not recorded" : show(value));
+
   function describe(i, k) {
     const t = c.offset[i] + k, flags = c.flags[t];
     let thought = 1;
@@ -171,7 +174,7 @@
     const credit = !(flags & HAS_CREDIT) ? "no credit recorded" : `credit ${signed(creditOf(t), 4)}${flags & TRAINED ? "" : " (not trained on)"}`;
     const ratio = flags & HAS_RATIO && c.ratio ? signed((c.ratio[t] / 32767) * data.scales.ratio, 4) : flags & HAS_RATIO ? "0" : recorded ? "not computed (the learner left this row out)" : "not recorded";
     return `Token ${k + 1} of ${length(i)}, thought ${thought}${k < c.inherited[i] ? ", inherited" : ""}: “${visible(data.pieces[c.piece[t]])}” · ${credit} · ` +
-      `entropy ${entropyOf(t).toFixed(3)} nats · log-prob ${signed(logprobOf(t), 3)} · log-ratio ${ratio}`;
+      `entropy ${known(entropyOf(t), v => `${v.toFixed(3)} nats`)} · log-prob ${known(logprobOf(t), v => signed(v, 3))} · log-ratio ${ratio}`;
   }
 
   function tokenBox(i) {
@@ -257,6 +260,9 @@
     return el("details", { open: family.length <= 40 }, el("summary", {}, `${family.length} responses to this prompt in this iteration`), el("ul", { class: "tree" }, roots.map(j => node(j, 0))));
   }
 
+  /** Whether a response continues another one, or is continued: its tree then comes first. */
+  const reset = i => c.parent[i] >= 0 || c.parent.some(p => p === i);
+
   function detail(i) {
     const scroll = window.scrollY, why = data.texts[c.why[i]];
     $("detail").replaceChildren(
@@ -264,13 +270,29 @@
       el("p", {}, outcome(i)),
       el("details", {}, el("summary", {}, "more about it"), el("dl", {}, facts(i).map(([k, v]) => [el("dt", {}, k), el("dd", {}, visible(v))]).flat())),
       el("h4", {}, "Why it has this credit"),
-      why ? el("div", { class: "why", tabindex: "0", role: "group", "aria-label": "why it has this credit" }, visible(why).replaceAll("⏎\n", "\n")) : el("p", { class: "note" }, "Its credit is not recorded, or the component that gave it does not say why (Component.explain)."),
+      why ? el("div", { class: "why", tabindex: "0", role: "group", "aria-label": "why it has this credit" }, visible(why).replaceAll("⏎\n", "\n")) : el("p", { class: "note" }, c.parent.some(p => p === i) ? "Responses below continue it from an earlier token; it is not trained on itself." : "Its credit is not recorded, or the component that gave it does not say why (Component.explain)."),
       ...report.turns(store, i),
+      ...(reset(i) ? [el("h4", {}, "Resets and siblings"), tree(i)] : []),
       el("h4", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "prompt" }, visible(data.texts[c.prompt[i]])),
       el("h4", {}, "Response"), ...(c.text[i] >= 0 ? [el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "recorded text" }, visible(data.texts[c.text[i]]))] : []),
-      ...tokenBox(i), el("h4", {}, "Credit (blue raises a token, orange lowers it) and values along the response"), creditStrip(i), valueStrip(i), el("h4", {}, "Resets and siblings"), tree(i));
+      ...tokenBox(i), el("h4", {}, "Credit (blue raises a token, orange lowers it) and values along the response"), creditStrip(i), valueStrip(i), ...(reset(i) ? [] : [el("h4", {}, "Siblings"), tree(i)]));
     report.answers(store, i);
     window.scrollTo({ top: scroll });
+  }
+
+  /** The rollout to open first: a failure whose resets differ in reward, else a wrong response whose credit varies. */
+  function story() {
+    const mixed = new Map();
+    for (let j = 0; j < c.run.length; j++) if (c.parent[j] >= 0) mixed.set(c.parent[j], (mixed.get(c.parent[j]) || new Set()).add(c.reward[j]));
+    const varies = i => {
+      let low = Infinity, high = -Infinity;
+      for (let t = c.offset[i]; t < c.offset[i + 1]; t++) if (c.flags[t] & TRAINED) { low = Math.min(low, c.credit[t]); high = Math.max(high, c.credit[t]); }
+      return high > low;
+    };
+    const rank = i => (mixed.has(i) && mixed.get(i).size > 1 ? 3 : verdict(i) !== "wrong" || !size[i] ? 0 : c.credit && varies(i) ? 2 : 1);
+    let best = rows[0], most = -1;
+    for (const i of rows) { const k = rank(i); if (k > most) { most = k; best = i; } if (k === 3) break; }
+    return best;
   }
 
   function clear() {
@@ -302,7 +324,7 @@
     $("list").addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
     $("list").addEventListener("keydown", keys);
     filter();
-    if (!follow()) choose(rows[0], false);
+    if (!follow()) choose(story());
     $("rollouts").dataset.ready = "true";
   };
 })();

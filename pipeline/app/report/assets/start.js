@@ -5,7 +5,7 @@
     report.graphs(main.graphs);
     report.rollouts(await report.open("data-rollouts"), main.names);
     report.curves(main.curves);
-    report.phases(main.phases);
+    report.phases(main.phases, main.lanes);
     await report.timelines();
   } catch (error) {
     const text = typeof DecompressionStream === "undefined" ? "This browser is too old to open the data (it has no DecompressionStream)." : `The page's data could not be opened: ${error.message}`;

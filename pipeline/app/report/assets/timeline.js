@@ -2,10 +2,6 @@
 // What each thread of each rank did when, for one iteration at a time.
 (function () {
   const { el, visible } = report;
-  // Each phase has a colour of its own; "waiting" is hollow.
-  const COLORS = { generation: 0, learning: 1, verification: 2, credit: 3, "weight update": 4, data: 5, evaluation: 7, checkpoint: 8, recording: 9, setup: 10, other: 6 };
-
-  const color = (phase, c) => (phase in COLORS ? c.series[COLORS[phase]] : c.series[6]);
   const digits = seconds => (seconds >= 10 ? seconds.toFixed(1) : seconds >= 0.1 ? seconds.toFixed(3) : seconds.toFixed(4));
 
   /** Spans that touch an iteration's window, cut to it, with times from its begin. */
@@ -28,7 +24,7 @@
     const widest = values.map(v => ({ ...v, middle: (v.x + v.x2) / 2 }));
     const x = { field: "x", type: "quantitative", title: "seconds", scale: { domain: [0, length], nice: false } };
     const y = { field: "track", type: "nominal", title: null, sort: tracks, axis: { labelLimit: 150 } };
-    const fill = { field: "phase", type: "nominal", title: null, legend: { symbolStrokeColor: c.soft, symbolStrokeWidth: 1, symbolType: "square" }, scale: { domain: phases, range: phases.map(p => (p === "waiting" ? "transparent" : color(p, c))) } };
+    const fill = { field: "phase", type: "nominal", title: null, legend: { symbolStrokeColor: c.soft, symbolStrokeWidth: 1, symbolType: "square" }, scale: { domain: phases, range: phases.map(p => (p === "waiting" ? "transparent" : report.phaseColor(p, c))) } };
     const stroke = { condition: { test: "datum.phase === 'waiting'", value: c.soft }, value: c.page };
     const tooltip = [{ field: "name" }, { field: "phase" }, { field: "iteration" }, { field: "seconds", format: ".4f" }, { field: "track" }];
     const bar = (test, band) => ({ transform: [{ filter: test }], mark: { type: "bar", height: { band }, strokeWidth: 1, clip: true },

@@ -12,7 +12,7 @@ from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_o
 
 from creditgraph.components.engine.messages import BadResponse
 from creditgraph.components.engine.vllm.engine import VllmEngine
-from creditgraph.components.rollouts.branch_cost import branch_cost
+from creditgraph.components.value.answer_likelihood import branch_cost
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError

@@ -203,7 +203,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 60,
     },
     "trace": {
-        "objective": ObjectiveSettings(use="trace", config={"style": "both", "normalise": True}),
+        "objective": ObjectiveSettings(use="trace", config={"style": "both"}),
         "micro_batch_tokens": 60,
     },
     # Each row its own micro-batch: the longest sequence is above the budget.
@@ -218,7 +218,7 @@ CASES = {
     use: SPECIAL.get(use) or {"objective": ObjectiveSettings(use=use), "micro_batch_tokens": 60} for use in OBJECTIVES
 } | {
     "p_trace": {
-        "objective": ObjectiveSettings(use="trace", config={"clip": "current", "distance": "trained"}),
+        "objective": ObjectiveSettings(use="trace", config={"clip": "current"}),
         "minibatches": 2,
         "micro_batch_tokens": 60,
     },

@@ -6,15 +6,14 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
-from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
-from creditgraph.components.learner.objective.decay.trace_sum import trace_sum
+from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings
+from creditgraph.components.learner.objective.decay import trace_sum
 from creditgraph.components.learner.objective.ratio import safe_exp
 from creditgraph.components.learner.objective.trace import Trace
 from creditgraph.pipeline.core.jagged import Jagged
 
-STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]
-CLIPS = ["traced", "current", "inside", "normalised", "eps_weight"]
-FORMS = [("current", "gated")] + [(clip, h) for clip in CLIPS for h in ("differentiated", "stop_gradient")]
+STYLES = ["recent", "both"]
+CLIPS = ["traced", "current", "inside"]
 
 
 # --- the scan ---
@@ -48,47 +47,47 @@ def test_scan_float32_is_exact_enough():
     assert float((narrow - wide).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize(("style", "floor"), STYLES)
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("decay", [0.0, 0.6, 0.97, 1.0])
-def test_trace_sum_equals_loop(reference, style, floor, decay):
+def test_trace_sum_equals_loop(reference, style, decay):
     x = Jagged.from_lengths(torch.randn(84, generator=torch.Generator().manual_seed(0)), torch.tensor([9, 1, 70, 4]))
-    actual = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor))
+    actual = trace_sum(x, Trace.Config(decay=decay, style=style))
     for row in range(len(x)):
         values = x.row(row).tolist()
         expected = [
-            sum(reference.trace_weight(t, k, decay, style, floor) * values[k - 1] for k in range(1, t + 1))
+            sum(reference.trace_weight(t, k, decay, style) * values[k - 1] for k in range(1, t + 1))
             for t in range(1, len(values) + 1)
         ]
         torch.testing.assert_close(actual.row(row), torch.tensor(expected), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("style", "floor"), STYLES)
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.995, 1.0])
 @pytest.mark.parametrize("past_only", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "start"), [([1, 1], [0, 0]), ([2, 3], [0, 0]), ([130], [0]), ([64, 0, 129], [5, 0, 0])]
 )
-def test_trace_sum_in_float64_equals_its_matrix(reference, style, floor, decay, past_only, lengths, start):
+def test_trace_sum_in_float64_equals_its_matrix(reference, style, decay, past_only, lengths, start):
     g = torch.Generator().manual_seed(0)
     x = Jagged.from_lengths(torch.randn(sum(lengths), dtype=torch.float64, generator=g), torch.tensor(lengths))
     x = x.with_values((x.values * (x.positions >= x.spread(torch.tensor(start)).values)).requires_grad_())
-    result = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
+    result = trace_sum(x, Trace.Config(decay=decay, style=style), torch.tensor(start), past_only)
     u = x.with_values(torch.randn(sum(lengths), dtype=torch.float64, generator=g))
     (adjoint,) = torch.autograd.grad((result.values * u.values).sum(), x.values)
     for row, (length, first) in enumerate(zip(lengths, start, strict=True)):
         matrix = torch.zeros(length, length, dtype=torch.float64)
         for t in range(1, length - first + 1):
             for k in range(1, t if past_only else t + 1):
-                matrix[first + t - 1, first + k - 1] = reference.trace_weight(t, k, decay, style, floor)
+                matrix[first + t - 1, first + k - 1] = reference.trace_weight(t, k, decay, style)
         close = {"rtol": 1e-9, "atol": 1e-9}
         torch.testing.assert_close(result.row(row).detach(), matrix @ x.row(row).detach(), **close)
         torch.testing.assert_close(x.with_values(adjoint).row(row)[first:], (matrix.T @ u.row(row))[first:], **close)
 
 
-@pytest.mark.parametrize(("style", "floor"), STYLES)
-def test_trace_sum_in_float32_is_exact_enough(style, floor):
+@pytest.mark.parametrize("style", STYLES)
+def test_trace_sum_in_float32_is_exact_enough(style):
     x = torch.randn(4 * 8192, generator=torch.Generator().manual_seed(0)) * 0.01
-    rows, trace = Jagged.from_lengths(x, torch.full((4,), 8192)), Trace.Config(decay=0.99, style=style, floor=floor)
+    rows, trace = Jagged.from_lengths(x, torch.full((4,), 8192)), Trace.Config(decay=0.99, style=style)
     wide = trace_sum(rows.to(torch.float64), trace).values
     assert float((trace_sum(rows, trace).values - wide).abs().max()) < 1e-5
 
@@ -97,10 +96,10 @@ def test_trace_sum_in_float32_is_exact_enough(style, floor):
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize(("style", "floor"), STYLES)
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_masked_tokens_may_hold_anything(clip, style, floor, value):
-    objective = ObjectiveSettings(use="trace", config={"style": style, "floor": floor, "clip": clip})
+def test_masked_tokens_may_hold_anything(clip, style, value):
+    objective = ObjectiveSettings(use="trace", config={"style": style, "clip": clip})
     inputs = make_inputs()
     odd = inputs.replace(
         logprobs=inputs.logprobs.with_values(inputs.logprobs.values.detach().masked_fill(~inputs.mask.values, value))
@@ -142,25 +141,17 @@ def test_current_by_hand():
     assert loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05 + 0.2), -math.exp(0.125) * 1.3])
 
 
-def test_normalised_by_hand():
-    objective = ObjectiveSettings(use="trace", config={"decay": 0.5, "clip": "normalised", "clip_high": 0.3})
-    _, loss, _ = losses(by_hand([0.1, 0.2], [1.0, 1.0]), objective)
-    assert loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.25 / 1.5)])
-
-
 def test_advantage_floor_by_hand():
     objective = ObjectiveSettings(use="trace", config={"min_advantage": -0.1})
     _, loss, _ = losses(by_hand([0.0, 0.0], [-1.0, 2.0]), objective)
     assert loss.values.tolist() == pytest.approx([0.1, -2.0])
 
 
-@pytest.mark.parametrize(("clip", "history"), FORMS)
-@pytest.mark.parametrize("distance", ["all", "trained"])
-@pytest.mark.parametrize(("style", "floor"), STYLES)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("keep", [1.0, 0.3])
-def test_traces_equal_double_loop(reference, clip, history, distance, style, floor, keep):
-    settings = {"clip": clip, "history": history, "distance": distance, "style": style, "floor": floor}
-    config = Trace.Config(clip_high=0.28, decay=0.8, max_weight=1.1, **settings)
+def test_traces_equal_double_loop(reference, clip, style, keep):
+    config = Trace.Config(clip_high=0.28, decay=0.8, max_weight=1.1, clip=clip, style=style)
     objective = ObjectiveSettings(use="trace", config=config, entropy_mask=EntropyMask(keep=keep, scope="sequence"))
     inputs = make_inputs(lengths=(9, 1, 14, 4), spread=0.2)
     prepared, loss, _ = losses(inputs, objective)
@@ -170,7 +161,7 @@ def test_traces_equal_double_loop(reference, clip, history, distance, style, flo
     for row in range(len(inputs.mask)):
         args = [getattr(inputs, n).row(row) for n in ("logprobs", "old_logprobs", "advantage")]
         masks = (inputs.mask.row(row).tolist(), high.row(row).tolist())
-        expected += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history, 1.1, distance)
+        expected += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, clip, 1.1)
     expected = torch.stack(expected)
     torch.testing.assert_close(loss.values[trained], expected[trained], rtol=1e-5, atol=1e-5)
     leaf = inputs.logprobs.values
@@ -178,22 +169,11 @@ def test_traces_equal_double_loop(reference, clip, history, distance, style, flo
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("clip", "history"), [form for form in FORMS if form[0] != "inside"])
-def test_no_decay_is_ppo_clip(clip, history):
+@pytest.mark.parametrize("clip", ["traced", "current"])
+def test_no_decay_is_ppo_clip(clip):
     inputs = make_inputs(spread=0.3)
-    objective = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": clip, "history": history})
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": clip})
     torch.testing.assert_close(gradient(inputs, objective), gradient(inputs, ObjectiveSettings(use="ppo_clip")))
-
-
-@pytest.mark.parametrize("clip", ["traced", "current", "inside"])
-@pytest.mark.parametrize(("style", "floor"), STYLES)
-def test_stop_gradient_on_policy_is_ppo_clip(clip, style, floor):
-    inputs = make_inputs(spread=0.0)
-    config = Trace.Config(style=style, floor=floor, clip=clip, history="stop_gradient")
-    torch.testing.assert_close(
-        gradient(inputs, ObjectiveSettings(use="trace", config=config)),
-        gradient(inputs, ObjectiveSettings(use="ppo_clip")),
-    )
 
 
 @pytest.mark.parametrize("clip", ["traced", "current"])
@@ -248,13 +228,6 @@ def test_frame_of_ratio_objectives(reference):
         assert (-4 * gradient(by_hand(logs, advantage), objective)).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_normalise_divides_by_the_mean_scale():
-    inputs = make_inputs(masked=False)
-    scale = prepare(inputs, ObjectiveSettings(use="trace"), Meters()).columns["trace_scale"].values.mean()
-    a, b = (gradient(inputs, ObjectiveSettings(use="trace", config={"normalise": n})) for n in (False, True))
-    torch.testing.assert_close(a / scale, b)
-
-
 def test_overflowing_trace_is_finite_and_counted():
     inputs = by_hand([9.0] * 10, [-1.0] * 10)
     for clip in ("traced", "current"):
@@ -272,10 +245,10 @@ def test_rows_without_trained_tokens(use):
     assert float(result[inputs.mask.row_ids == 2].abs().sum()) == 0
 
 
-@pytest.mark.parametrize(("style", "floor"), STYLES)
-def test_a_masked_prefix_is_as_if_it_were_prompt(style, floor):
+@pytest.mark.parametrize("style", STYLES)
+def test_a_masked_prefix_is_as_if_it_were_prompt(style):
     # The trace counts from the first trained token: an inherited prefix changes nothing.
-    objective = ObjectiveSettings(use="trace", config={"decay": 0.8, "style": style, "floor": floor})
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.8, "style": style})
     short = make_inputs(lengths=(12,), masked=False)
     keep = torch.arange(12) >= 5
     masked = short.replace(mask=short.mask.with_values(keep))
@@ -287,7 +260,7 @@ def test_a_masked_prefix_is_as_if_it_were_prompt(style, floor):
     ("make", "text"),
     [
         (lambda: Trace.Config(decay=1.5), "expected decay = γλ with 0 ≤ decay ≤ 1, got 1.5"),
-        (lambda: Trace.Config(style="weight_floor"), "got floor 0.0 with style 'weight_floor'"),
+        (lambda: Trace.Config(max_weight=0.5), "expected max_weight ≥ 1, the weight on-policy, got 0.5"),
         (lambda: EntropyMask(keep=0.0), "expected 0 < keep ≤ 1 .*, got 0.0"),
         (
             lambda: ObjectiveSettings(

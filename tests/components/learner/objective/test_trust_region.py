@@ -4,15 +4,13 @@ import math
 
 import pytest
 import torch
-from loss_inputs import by_hand, gradient, losses, make_inputs
+from loss_inputs import by_hand, losses, make_inputs
 
 from creditgraph.components.learner.objective import EntropyMask, Meters, ObjectiveSettings, loss_terms, prepare
-from creditgraph.components.learner.objective.trace import Trace
-from creditgraph.pipeline.core.jagged import Jagged
 
 
-def p_trace(history=None, **config):
-    return ObjectiveSettings(use="trace", config={"clip": "current", "history": history, **config})
+def p_trace(**config):
+    return ObjectiveSettings(use="trace", config={"clip": "current", **config})
 
 
 def coefficients(inputs, objective):
@@ -29,11 +27,6 @@ def thousand(places, sign):
     return by_hand(logs.tolist(), [float(sign)] * 1000)
 
 
-def test_p_and_s_trace_are_gated_by_default():
-    assert Trace.Config(clip="current").gradient == "gated"
-    assert Trace.Config(clip="traced").gradient == "differentiated"
-
-
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("places", [range(0, 1000, 50), range(400, 420)], ids=["apart", "together"])
 def test_clipped_tokens_get_no_gradient(places, sign):
@@ -46,19 +39,13 @@ def test_clipped_tokens_get_no_gradient(places, sign):
     assert bool((values[others] * sign > 0).all())
     assert metrics["clip_fraction"] == pytest.approx(0.02)
     assert metrics["clip_fraction_high" if sign > 0 else "clip_fraction_low"] == pytest.approx(0.02)
-    # The form without gates moves all of them, and its metric does not call them clipped.
-    values, metrics = coefficients(inputs, p_trace("differentiated"))
-    assert float((values[places] * sign).min()) > 0.5
-    assert (metrics["clip_fraction"], metrics["clipped_terms"]) == (0.0, pytest.approx(0.02))
 
 
-def test_without_gates_a_run_of_clipped_tokens_gets_25_times_its_on_policy_gradient():
-    # The weight after 20 tokens of 1.3 is e = 1.3^{Σ_{j=1..20} .99^j} = 1.3^18.03 = 113, and falls over some 300 terms.
-    places = list(range(400, 420))
-    free, _ = coefficients(thousand(places, 1), p_trace("differentiated"))
-    on_policy, _ = coefficients(thousand([], 1), p_trace("differentiated"))
-    assert float(free[places].sum() / on_policy[places].sum()) == pytest.approx(25.67, abs=0.05)
-    gated, _ = coefficients(thousand(places, 1), p_trace())
+def test_a_run_of_clipped_tokens_bounds_the_gradient_of_the_others():
+    # The weight after 20 tokens of 1.3 would be e = 1.3^{Σ_{j=1..20} .99^j} = 1.3^18.03 = 113; max_weight is 2.
+    gated, metrics = coefficients(thousand(list(range(400, 420)), 1), p_trace())
+    on_policy, _ = coefficients(thousand([], 1), p_trace())
+    assert metrics["trace_weight_max"] == pytest.approx(113, abs=1)
     assert float(gated.abs().max()) <= 2 * 1.2 * float(on_policy.max())
 
 
@@ -67,29 +54,18 @@ def test_when_all_tokens_are_clipped_nothing_moves(sign):
     inputs = thousand(list(range(1000)), sign)
     values, metrics = coefficients(inputs, p_trace())
     assert float(values.abs().max()) == 0
-    assert metrics["clip_fraction"] == 1.0
-    values, metrics = coefficients(inputs, p_trace("differentiated"))
-    if sign > 0:
-        assert float(values.abs().sum()) > 1e8
-    # The last token, which no later term moves, and those whose later weights all left exp's bounds.
-    assert metrics["clip_fraction"] == pytest.approx(float((values == 0).sum()) / 1000)
-    assert metrics["clip_fraction"] < metrics["clipped_terms"] == 1.0
+    assert metrics["clip_fraction"] == metrics["clipped_terms"] == 1.0
 
 
-@pytest.mark.parametrize(("style", "floor"), [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)])
+@pytest.mark.parametrize("style", ["recent", "both"])
 @pytest.mark.parametrize("keep", [1.0, 0.3])
-def test_on_policy_the_gradient_is_that_of_the_differentiated_trace(reference, style, floor, keep):
+def test_on_policy_the_gradient_is_that_of_the_differentiated_trace(reference, style, keep):
     inputs = make_inputs(spread=0.0)
-    mask = EntropyMask(keep=keep, scope="sequence")
-    a, b = (
-        ObjectiveSettings(
-            use="trace",
-            config={"clip": "current", "decay": 0.9, "style": style, "floor": floor, "history": history},
-            entropy_mask=mask,
-        )
-        for history in ("gated", "differentiated")
+    a = ObjectiveSettings(
+        use="trace",
+        config={"clip": "current", "decay": 0.9, "style": style},
+        entropy_mask=EntropyMask(keep=keep, scope="sequence"),
     )
-    torch.testing.assert_close(gradient(inputs, a), gradient(inputs, b), rtol=1e-6, atol=1e-8)
     # C_k = A_k + Σ_{t>k} w(t, k) A_t
     actual, _ = coefficients(inputs, a)
     high = prepare(inputs, a, Meters()).columns["high_entropy"] if keep < 1 else inputs.mask
@@ -98,7 +74,7 @@ def test_on_policy_the_gradient_is_that_of_the_differentiated_trace(reference, s
         first, credit = (trained.index(True) if any(trained) else 0), inputs.advantage.row(row).tolist()
         for k in range(len(trained)):
             later = sum(
-                reference.trace_weight(t - first + 1, k - first + 1, 0.9, style, floor) * credit[t]
+                reference.trace_weight(t - first + 1, k - first + 1, 0.9, style) * credit[t]
                 for t in range(k + 1, len(trained))
                 if trained[t] and used[k]
             )
@@ -156,7 +132,7 @@ def test_inside_the_clip_the_gradient_is_that_of_the_value(keep):
         step = torch.zeros(20, dtype=torch.float64)
         step[k] = 1e-6
         with torch.no_grad():
-            # The gated terms have no value of their own, so the value is that of the differentiated form.
+            # The gated terms have no value of their own.
             difference = float((value(point + step) - value(point - step)) / 2e-6)
         assert float(slope[k]) == pytest.approx(difference, abs=1e-7), k
 
@@ -183,10 +159,9 @@ def test_ratios_of_many_tokens_add_up_an_engines_rounding(use, config, expected)
         assert 1.6 < metrics["trace_weight_max"] < 2
 
 
-@pytest.mark.parametrize("clip", ["traced", "current", "normalised", "eps_weight", "inside"])
-@pytest.mark.parametrize("history", [None, "differentiated", "stop_gradient"])
-def test_clip_fraction_counts_tokens_without_gradient(clip, history):
-    objective = ObjectiveSettings(use="trace", config={"clip": clip, "history": history, "decay": 0.9})
+@pytest.mark.parametrize("clip", ["traced", "current", "inside"])
+def test_clip_fraction_counts_tokens_without_gradient(clip):
+    objective = ObjectiveSettings(use="trace", config={"clip": clip, "decay": 0.9})
     inputs = make_inputs(lengths=(9, 1, 70, 40), spread=0.3, constant=True)
     moves, metrics = coefficients(inputs, objective)
     trained = inputs.mask.values
@@ -194,40 +169,3 @@ def test_clip_fraction_counts_tokens_without_gradient(clip, history):
     assert metrics["clip_fraction"] == pytest.approx(float(still.sum() / trained.sum()))
     assert metrics["clip_fraction"] <= metrics["clipped_terms"]
     assert metrics["clipped_terms"] > 0
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        ({"clip": "traced", "history": "gated"}, "history 'gated' with clip 'traced': only clip 'current'"),
-        (
-            {"clip": "current", "style": "uniform"},
-            "expected clip 'traced' and history 'differentiated', got clip 'curr",
-        ),
-        ({"clip": "current", "max_weight": 0.5}, "expected max_weight ≥ 1, the weight on-policy, got 0.5"),
-    ],
-)
-def test_wrong_settings(config, text):
-    with pytest.raises(ValueError, match=text):
-        Trace.Config(**config)
-
-
-@pytest.mark.parametrize("style", ["recent", "both", "weight_floor"])
-@pytest.mark.parametrize("clip", ["traced", "current", "inside", "normalised", "eps_weight"])
-def test_distance_over_trained_tokens_is_as_if_the_others_were_cut_out(clip, style):
-    config = {"clip": clip, "style": style, "floor": 0.4 * (style == "weight_floor"), "decay": 0.8}
-    inputs = make_inputs(spread=0.2)
-    trained = inputs.mask.values
-    lengths = inputs.mask.sum()
-    cut = inputs.map(lambda j: Jagged.from_lengths(j.values[trained].detach(), lengths), inputs.group)
-    cut.logprobs.values.requires_grad_()
-    short = losses(cut, ObjectiveSettings(use="trace", config=config))
-    results = {
-        d: losses(inputs, ObjectiveSettings(use="trace", config={**config, "distance": d})) for d in ("all", "trained")
-    }
-    torch.testing.assert_close(results["trained"][1].values[trained], short[1].values)
-    scale, expected = (part[0].columns["trace_scale"].values for part in (results["trained"], short))
-    torch.testing.assert_close(scale[trained], expected)
-    assert not torch.allclose(results["all"][1].values[trained], short[1].values)
-    a = gradient(inputs, ObjectiveSettings(use="trace", config={**config, "distance": "trained"}))[trained]
-    torch.testing.assert_close(a, gradient(cut, ObjectiveSettings(use="trace", config=config)))

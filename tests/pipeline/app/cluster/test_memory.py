@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from creditgraph.components.engine.base import Serving
 from creditgraph.components.models.gpus import DEVICES, kind_of
 from creditgraph.components.models.shape import SHAPES, Shape, known_shape
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.app.cluster.memory import (
     Layout,
-    Serving,
     Training,
     Work,
     check_memory,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from creditgraph.components.learner.objective import ObjectiveSettings
-from creditgraph.pipeline.app.credit.thought_credit import effective_credit, per_thought
+from creditgraph.lab.bench.thoughts import thought_credit
+from creditgraph.pipeline.app.credit.thought_credit import effective_credit
 from creditgraph.pipeline.app.credit.truth import Truth, true_values
 from creditgraph.pipeline.core.handles import Sampling, ThoughtLimits
 from creditgraph.pipeline.core.jagged import Jagged
@@ -156,7 +157,7 @@ def ones(credit):
 
 def test_credit_per_thought_by_hand(toolbox):
     credit = Jagged.from_rows([[1.0, 2.0, -1.0, -3.0, -5.0], [1.0, 0.0, 4.0]], torch.float64)
-    result = per_thought(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
+    result = thought_credit(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
     assert result.credit.tolist() == [1.5, -3.0, 1.0, 2.0]
     assert np.allclose(result.truth, [0.3, -0.8, 0.25, 0.25])
     # failed row: |−1| + |−3| + |−5| of 12; uniform: 3 of 5 tokens
@@ -172,14 +173,14 @@ def test_credit_per_thought_by_hand(toolbox):
 def test_inherited_thoughts_are_left_out(toolbox):
     credit = Jagged.from_rows([[0.0, 0.0, -1.0, -3.0, -5.0], [1.0, 0.0, 4.0]], torch.float64)
     mask = credit.with_values(credit.values != 0)
-    result = per_thought(credit, mask, torch.tensor([2, 0]), make_truth(toolbox))
+    result = thought_credit(credit, mask, torch.tensor([2, 0]), make_truth(toolbox))
     assert result.credit.tolist() == [-3.0, 1.0, 2.0]
     assert result.error_share == 1.0
 
 
 def test_a_chain_without_credit_has_no_share(toolbox):
     credit = Jagged.from_rows([[0.0] * 5, [1.0, 0.0, 4.0]], torch.float64)
-    result = per_thought(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
+    result = thought_credit(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
     assert math.isnan(result.error_share)
     assert result.metrics()["zero_share"] == 0.5
 

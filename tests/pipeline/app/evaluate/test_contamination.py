@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from creditgraph.pipeline.app.evaluate.contamination import find_overlaps, gram_hashes, hashes_of, report_of, words_of
+from creditgraph.pipeline.app.evaluate.contamination import find_overlaps, report_of, words_of
 from creditgraph.pipeline.app.evaluate.suite import Contamination
 
 LONG = (
@@ -23,16 +23,6 @@ def test_words_are_normalised():
     assert words_of("Let $x^2 + \\frac{1}{2}$ be THE ﬁrst") == ["let", "x", "2", "frac", "1", "2", "be", "the", "first"]
     assert words_of("求 x 的值") == ["求", "x", "的", "值"]  # a script without spaces: a word per character
     assert words_of("…") == []
-
-
-def test_gram_hashes_by_hand():
-    words = hashes_of(["a", "b", "c", "a", "b", "d"])
-    grams = gram_hashes(words, 2)
-    assert len(grams) == 5
-    assert grams[0] == grams[3]  # a b
-    assert len(set(grams.tolist())) == 4
-    assert gram_hashes(hashes_of(["b", "a"]), 2)[0] != grams[0]  # order counts
-    assert len(gram_hashes(words, 7)) == 0
 
 
 def test_overlap_equals_a_plain_comparison_of_sets():

@@ -15,7 +15,7 @@ from creditgraph.pipeline.app.evaluate.scores import (
     read_scores,
     task_results,
 )
-from creditgraph.pipeline.app.evaluate.suite import Suite, Task
+from creditgraph.pipeline.app.evaluate.suite import Suite, SuiteTask
 
 SUITE = Suite(name="s", title="t", version=1, resamples=200)
 
@@ -52,7 +52,7 @@ def values(scores):
 
 
 def test_metrics_of_each_problem(tmp_path):
-    task = Task(samples=4, k=(2, 4))
+    task = SuiteTask(samples=4, k=(2, 4))
     right = [[True, False, False, False], [True] * 4, [False] * 4]
     answers = [["7", "8", "8", None], ["1"] * 4, ["1", "2", "3", "3"]]
     scores = store(tmp_path / "s", task, right, answers=answers)
@@ -70,7 +70,7 @@ def test_metrics_of_each_problem(tmp_path):
 
 
 def test_rewards_that_are_more_than_right_or_wrong_are_reported(tmp_path):
-    task = Task(samples=2, majority=False, k=(1,))
+    task = SuiteTask(samples=2, majority=False, k=(1,))
     scores = store(tmp_path / "s", task, [[True, False], [False, False]], reward=[[1.0, 0.5], [0.25, 0.0]])
     assert values(scores) == {
         "greedy pass@1": [1, 0],
@@ -82,15 +82,15 @@ def test_rewards_that_are_more_than_right_or_wrong_are_reported(tmp_path):
 
 
 def test_results_without_flagged_problems(tmp_path):
-    scores = store(tmp_path / "s", Task(), [[True], [False], [True]], flagged=[True, False, False])
+    scores = store(tmp_path / "s", SuiteTask(), [[True], [False], [True]], flagged=[True, False, False])
     result = task_results("t", scores, SUITE)
     assert (result["problems"], result["flagged"], result["without_flagged"]["problems"]) == (3, 1, 2)
     assert result["metrics"]["greedy pass@1"]["value"] == pytest.approx(2 / 3)
     assert result["without_flagged"]["metrics"]["greedy pass@1"]["value"] == 0.5
-    everything = store(tmp_path / "all", Task(), [[True]], flagged=[True])
+    everything = store(tmp_path / "all", SuiteTask(), [[True]], flagged=[True])
     assert task_results("t", everything, SUITE)["without_flagged"] == {"problems": 0, "metrics": {}}
     assert "without_flagged" not in task_results(
-        "t", store(tmp_path / "none", Task(), [[True]], flagged=[False]), SUITE
+        "t", store(tmp_path / "none", SuiteTask(), [[True]], flagged=[False]), SUITE
     )
 
 
@@ -129,7 +129,7 @@ def test_pairs_resolve_what_two_intervals_do_not():
 
 def test_the_mean_of_tasks_is_unweighted_and_of_common_metrics():
     few, many = scores_of(["a"], avg_4=[1.0], pass_2=[1.0]), scores_of(["b", "c", "d"], avg_4=[0.0, 0.0, 0.3])
-    tasks = {"few": Task(), "many": Task(), "code": Task(in_mean=False)}
+    tasks = {"few": SuiteTask(), "many": SuiteTask(), "code": SuiteTask(in_mean=False)}
     suite = dataclasses.replace(SUITE, tasks=tasks)
     result = mean_results({"few": few, "many": many, "code": scores_of(["e"], avg_4=[0.5])}, suite)["metrics"]
     assert list(result) == ["avg@4"]

@@ -73,6 +73,7 @@ def test_filters(html, open_tab):
     page = open_tab(html).page
     count = page.locator("#count")
     assert count.inner_text() == "8 of 8 rollouts"
+    page.click(".more > summary")
     for box, text, left in (
         ("min-reward", "1", 2),
         ("max-credit", "-1", 2),
@@ -157,6 +158,7 @@ def test_every_control_is_reached_by_tab(html, open_tab):
         "phase-run",
         "graph-0",
     }
+    page.click(".more > summary")
     seen = set()
     for _ in range(120):
         page.keyboard.press("Tab")
@@ -166,6 +168,7 @@ def test_every_control_is_reached_by_tab(html, open_tab):
 
 def test_credit_shows_by_more_than_colour_and_the_tree_leads_on(html, open_tab):
     page = open_tab(html).page
+    page.click(".more > summary")
     page.fill("#max-credit", "-1")
     page.locator(".item").first.click()
     negative = page.locator(".tokens .n5")
@@ -241,6 +244,7 @@ def test_a_response_of_many_tokens_comes_in_parts(make_run, open_tab):
         file, batch.replace(response_tokens=tokens, engine_logprobs=numbers, entropies=numbers, thought_ends=ends)
     )
     page = open_tab(report_html([read_run(run)])).page
+    page.click(".more > summary")
     page.fill("#min-length", "9000")
     page.locator(".item").first.click()
     assert page.locator(".tokens .t").count() == 3000

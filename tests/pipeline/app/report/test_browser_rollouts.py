@@ -19,10 +19,10 @@ def two(make_run_once):
     return report_html([read_run(make_run_once("left", trace="sampler")), read_run(make_run_once("right"))])
 
 
-def test_rollouts_come_first_and_open_on_credit(two, open_tab):
+def test_curves_come_first_and_rollouts_open_on_credit(two, open_tab):
     page = open_tab(two).page
     sections = page.eval_on_selector_all("main > section", "all => all.map(s => s.id)")
-    assert sections == ["runs", "rollouts", "curves", "phases", "timeline", "graph", "data", "configuration"]
+    assert sections == ["runs", "curves", "rollouts", "phases", "timeline", "graph", "data", "configuration"]
     assert "credit −2.00" in page.locator(".item[aria-selected=true]").inner_text()
     assert page.locator(".tokens .n5").count() == 1
 
@@ -83,6 +83,7 @@ def saved(page, button):
 
 def test_export_of_what_the_filters_leave(two, open_tab):
     tab = open_tab(two)
+    tab.page.click(".more > summary")
     tab.page.fill("#max-credit", "-1")
     name, text = saved(tab.page, "#export-json")
     rows = json.loads(text)
@@ -160,8 +161,8 @@ def test_no_two_colours_are_near_equal(two, open_tab, scheme):
     nearest = min(float((a - b).norm()) for i, a in enumerate(colors) for b in colors[:i])
     assert nearest > 20
     # Every phase of the timeline has its own.
-    script = page.evaluate("[...document.scripts].map(s => s.textContent).find(t => t.includes('const COLORS'))")
-    places = script.partition("COLORS = {")[2].partition("}")[0]
+    script = page.evaluate("[...document.scripts].map(s => s.textContent).find(t => t.includes('const PHASES'))")
+    places = script.partition("PHASES = {")[2].partition("}")[0]
     numbers = [int(n) for n in re.findall(r"\d+", places)]
     assert all(a != b for a, b in pairwise(sorted(numbers)))
     assert len(numbers) == 11

@@ -100,7 +100,7 @@ def test_the_first_exchange_is_on_the_gpu_of_this_rank(monkeypatch):
 def _meet(rank, port, interface):
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     meeting = Rendezvous(ranks=Ranks(rank=rank, world=2), address="127.0.0.1", port=port, hosts_store=rank == 0)
-    run_together(meeting, Ranks(rank=rank, world=2, num_replicas=2), "cpu", 60.0, lambda team: team.barrier() or 0)
+    run_together(meeting, Ranks(rank=rank, world=2, num_replicas=2), "cpu", lambda team: team.barrier() or 0)
 
 
 @pytest.mark.parametrize(("interface", "code"), [("lo", 0), ("ib7", 2)])

@@ -1,0 +1,1 @@
+"""Commands of the adapters, named in the entry points `creditgraph.commands`."""

@@ -1,0 +1,191 @@
+"""The form in which every reader gives the rollouts of a trainer's files, and what the readers share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from creditgraph.pipeline.core.errors import DataError
+
+Message = Mapping[str, Any]
+Numbers = Sequence[float | None]
+
+PER_TOKEN = ("mask", "logprobs", "old_logprobs", "reference_logprobs", "entropies", "values")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a response's text.
+
+    Attributes:
+        text: as the file has it.
+        trained: whether the policy wrote it; False for what a tool, a user or an environment wrote.
+    """
+
+    text: str
+    trained: bool = True
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """One response of a trainer, of what its file has; None is what it lacks.
+
+    Attributes:
+        group: responses with equal groups in the same step are compared with each other.
+        step: of the training; None where neither file nor row says it.
+        prompt: its text, or its messages.
+        prompt_ids: the prompt as token ids.
+        parts: the response as text.
+        tokens: the response as token ids, what tools wrote included.
+        mask: per token, whether the policy sampled it and is trained on it; None is all of them.
+        reward: NaN where there is none.
+        advantage: per token of the response, or one number for all that are trained on.
+        logprobs: per token, of the policy that sampled it [nats]; None within it is unknown.
+        old_logprobs: per token, by the trainer before its step.
+        reference_logprobs: per token, of the reference model.
+        entropies: per token, of the distribution that it was sampled from [nats].
+        values: per token, a critic's value before it.
+        turn_rewards, states: of each turn its reward and a key of the state before it; turns are runs of trained
+            tokens.
+        answer: the reference answer.
+        finish: why the response ended.
+    """
+
+    group: str
+    step: int | None = None
+    prompt: str | Sequence[Message] = ""
+    prompt_ids: Sequence[int] | None = None
+    parts: Sequence[Part] = ()
+    tokens: Sequence[int] | None = None
+    mask: Sequence[bool] | None = None
+    reward: float = float("nan")
+    advantage: float | Numbers | None = None
+    logprobs: Numbers | None = None
+    old_logprobs: Numbers | None = None
+    reference_logprobs: Numbers | None = None
+    entropies: Numbers | None = None
+    values: Numbers | None = None
+    turn_rewards: Sequence[float] | None = None
+    states: Sequence[str] | None = None
+    answer: str = ""
+    finish: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens is None and not self.parts:
+            raise DataError("it has neither token ids nor a text of the response")
+        per_token = {name: getattr(self, name) for name in PER_TOKEN}
+        if isinstance(self.advantage, Sequence):
+            per_token["advantage"] = self.advantage
+        for name, values in per_token.items():
+            if values is None:
+                continue
+            if self.tokens is None:
+                raise DataError(f"it has {name} per token, but no token ids")
+            if len(values) != len(self.tokens):
+                raise DataError(f"{len(values)} entries in {name}, but {len(self.tokens)} tokens")
+
+    @property
+    def text(self) -> str:
+        """The response as text, "" where it is unknown."""
+        return "".join(part.text for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user says about files that do not say it.
+
+    Attributes:
+        rewards: reward column → weight; {} is every column that may be one, at weight 1.
+        columns: name of a field of `Row` → column that has it.
+    """
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+class Format:
+    """A trainer's files.
+
+    Attributes:
+        name: as `--from` takes it.
+        source: what wrote the files that the tests read, with its version.
+        patterns: of files in a folder, the first pattern with any file counts.
+        patches: what the files lack → the smallest change that would add it, as a sentence.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    patterns: ClassVar[tuple[str, ...]]
+    patches: ClassVar[Mapping[str, str]] = {}
+
+    def entries(self, file: Path) -> Iterator[tuple[str, Any]]:
+        """(place in the file, entry) of each row; an entry that is an Exception says why there is none."""
+        raise NotImplementedError
+
+    def rows(self, entry: Any, file: Path, options: Options) -> list[Row]:
+        """The rows of an entry; raises DataError, KeyError, TypeError or ValueError for one that has none."""
+        raise NotImplementedError
+
+
+def lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """(line, JSON object) of each line; an Exception in place of one that is no object."""
+    with file.open(encoding="utf-8", errors="replace") as handle:
+        for number, line in enumerate(handle, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                found = DataError(f"no JSON: {error}")
+            if not isinstance(found, dict | Exception):
+                found = DataError("expected a JSON object")
+            yield f"line {number}", found
+
+
+def parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """(row, its columns) of a Parquet file; raises DataError for another file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as opened:
+            number = 0
+            for batch in opened.iter_batches(1024):
+                for row in batch.to_pylist():
+                    yield f"row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a Parquet file that can be read ({str(error).splitlines()[0]}).") from error
+
+
+def number_in(name: str) -> int | None:
+    """The last whole number in a name; None without one.
+
+    >>> number_in("completions_00012"), number_in("data")
+    (12, None)
+    """
+    digits = "".join(c if c.isdecimal() else " " for c in name).split()
+    return int(digits[-1]) if digits else None
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, which may be a list of parts; pictures are left out."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or "") for part in content or () if isinstance(part, Mapping))
+
+
+def said_by(message: Message) -> Part:
+    """What a message adds to a response; that of an assistant is trained on."""
+    calls = message.get("tool_calls") or ()
+    called = "".join(f"[{_call(call)}]" for call in calls)
+    text = str(message.get("reasoning_content") or "") + text_of(message.get("content")) + called
+    return Part(text, message.get("role") == "assistant")
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or call
+    return f"{function.get('name')}({function.get('arguments')})"

@@ -1,0 +1,55 @@
+"""Advantages whose effect is known: what a comparison must be able to see."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+
+from creditgraph.components.advantage.group import GroupAdvantage, Outputs
+from creditgraph.components.expander.reset import reset_length
+from creditgraph.components.rollouts.thoughts import num_thoughts, true_first_errors
+from creditgraph.pipeline.core.component import same_rows
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories, Turns
+
+
+class OracleAdvantage(GroupAdvantage):
+    """GRPO's advantage, of a wrong response on its true first wrong thought alone: the positive control.
+
+    What comes before the first error was right, and what comes after it is not to blame, so both get 0.
+    """
+
+    def run(  # type: ignore[override]  # one more input
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        prompts: Prompts,
+        policy: Policy,
+    ) -> Outputs:
+        """Keeps the advantage of right responses, and of first errors."""
+        credit = super().run(trajectories=trajectories, rewards=rewards).credit
+        tokens, ends = trajectories.response_tokens, trajectories.thought_ends
+        step, count = true_first_errors(prompts, trajectories, policy.tokenizer), num_thoughts(trajectories)
+        first = reset_length(ends, step)
+        last = torch.where(step < count, reset_length(ends, torch.minimum(step + 1, count)), tokens.lengths)
+        place = tokens.positions
+        blamed = (place >= tokens.spread(first).values) & (place < tokens.spread(last).values)
+        kept = blamed | tokens.spread(rewards.correct).values
+        return Outputs(credit=credit.replace(advantage=tokens.with_values(credit.advantage.values * kept)))
+
+
+class FlippedAdvantage(GroupAdvantage):
+    """GRPO's advantage with the wrong sign: the negative control."""
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        turns: Annotated[Turns | None, same_rows("trajectories")] = None,
+    ) -> Outputs:
+        """Pushes towards what failed."""
+        credit = super().run(trajectories=trajectories, rewards=rewards, turns=turns).credit
+        return Outputs(credit=credit.replace(advantage=credit.advantage.with_values(-credit.advantage.values)))
