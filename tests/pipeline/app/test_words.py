@@ -42,7 +42,7 @@ def test_a_mistake_is_answered_by_what_to_write(typed, answer, capsys) -> None:
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        (["resume", "runs/a"], "unknown command 'resume'. Here: the `creditgraph train` command"),
+        (["resume", "runs/a"], "unknown command 'resume'. Here: `creditgraph train RUN` continues a run."),
         (["evaluate"], "Here: `creditgraph eval`."),
         (["trian"], "Did you mean 'train'?"),
         (["report", "runs"], "runs: no such run directory."),
