@@ -147,8 +147,12 @@ def _first(config_class: Any, value: Any, place: str) -> str:
     """How one value for a group of settings is written: as its choice by name, or as its first setting."""
     if value in getattr(config_class, "choices", ()):
         return f" Write {place}.use={value}."
-    hints = _hints(config_class) if dataclasses.is_dataclass(config_class) else {}
-    names = [f"{place}.{name} ({type_text(hint)})" for name, hint in hints.items() if get_origin(hint) is not ClassVar]
+    known: Any = config_class if dataclasses.is_dataclass(config_class) else object
+    names = [
+        f"{place}.{name} ({type_text(hint)})"
+        for name, hint in _hints(known).items()
+        if get_origin(hint) is not ClassVar
+    ]
     return f" Its settings begin with {names[0]}." if names else ""
 
 

@@ -42,4 +42,4 @@ def stream() -> Iterator[TextIO]:
     if running is None or not hasattr(running, "kernel"):
         yield sys.stderr
         return
-    yield Lines(shell.display.display)  # type: ignore[misc,union-attr]
+    yield Lines(shell.display.display)  # type: ignore[union-attr]
