@@ -53,13 +53,6 @@ def test_a_command_of_elsewhere_is_answered_by_ours(typed, answer, capsys) -> No
     assert answer in capsys.readouterr().err
 
 
-def test_a_folder_of_runs_is_answered_by_its_runs(folder, capsys) -> None:
-    (folder / "runs" / "first").mkdir(parents=True)
-    (folder / "runs" / "first" / "config.yaml").write_text("{}")
-    assert main(["report", "runs"]) == 2
-    assert "It holds runs: first." in capsys.readouterr().err
-
-
 IDEAS = '''
 from dataclasses import dataclass
 from typing import Annotated
