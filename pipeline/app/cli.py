@@ -134,15 +134,16 @@ first steps:
 
 # What people type elsewhere → what it is here.
 ELSEWHERE = {
-    "resume": "the `creditgraph train` command of the run, typed again, continues it",
-    "continue": "the `creditgraph train` command of the run, typed again, continues it",
+    "resume": "`creditgraph train RUN` continues a run",
+    "continue": "`creditgraph train RUN` continues a run",
     "run": "`creditgraph train` trains, `creditgraph replay` runs one node",
     "fit": "`creditgraph train`",
     "evaluate": "`creditgraph eval`",
     "test": "`creditgraph check` tests a component, `creditgraph eval` evaluates a model",
-    "list": "`creditgraph graph --list` lists recipes, `creditgraph components` the steps",
+    "list": "`creditgraph runs` lists runs, `creditgraph graph --list` recipes, `creditgraph components` the steps",
+    "ls": "`creditgraph runs`",
     "plot": "`creditgraph report`",
-    "view": "`creditgraph report`",
+    "init": "`creditgraph new`",
 }
 INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 

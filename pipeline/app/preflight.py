@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from creditgraph.components.models.load import check_folder
-from creditgraph.pipeline.core.errors import CreditgraphError, GraphError
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, GraphError
 from creditgraph.pipeline.run.compose.experiment import Experiment
 
 
 def check_present(experiment: Experiment) -> None:
-    """Raises GraphError with a sentence for each setting, file, column, package or model folder that is missing."""
+    """Raises a CreditgraphError with a sentence per setting, file, column, package or model folder that is missing."""
     problems: list[str] = []
     try:
         check_folder(experiment.model.path)
@@ -19,5 +19,8 @@ def check_present(experiment: Experiment) -> None:
             problems += node.cls.lacks(node, experiment.model, experiment.data)
         except CreditgraphError as error:
             problems.append(str(error))
+    problems = list(dict.fromkeys(problems))
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
     if problems:
-        raise GraphError(list(dict.fromkeys(problems)), experiment.run.name)
+        raise GraphError(problems, experiment.run.name)

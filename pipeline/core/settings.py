@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from creditgraph.pipeline.core.errors import did_you_mean, nearest
 from creditgraph.pipeline.core.foreign import ours
@@ -145,16 +145,15 @@ def _meant(config_class: Any, key: str, place: str) -> str:
 
 def _first(config_class: Any, value: Any, place: str) -> str:
     """How one value for a group of settings is written: as its choice by name, or as its first setting."""
-    if not dataclasses.is_dataclass(config_class):
-        return ""
     if value in getattr(config_class, "choices", ()):
         return f" Write {place}.use={value}."
-    first = next(iter(dataclasses.fields(config_class)), None)
-    return (
-        f" Its settings begin with {place}.{first.name} ({type_text(_hints(config_class)[first.name])})."
-        if first
-        else ""
-    )
+    known: Any = config_class if dataclasses.is_dataclass(config_class) else object
+    names = [
+        f"{place}.{name} ({type_text(hint)})"
+        for name, hint in _hints(known).items()
+        if get_origin(hint) is not ClassVar
+    ]
+    return f" Its settings begin with {names[0]}." if names else ""
 
 
 def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:

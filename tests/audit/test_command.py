@@ -174,7 +174,7 @@ def test_a_page_draws_the_counter_example(tmp_path, capsys):
         (["--bind", "reward=rewards"], "has no parameter 'reward'. Did you mean 'rewards'?"),
         (["--bind", "rewards=reward"], "no such column. Did you mean 'rewards'?"),
         (["--bind", "rewards"], "expected name=column"),
-        (["-o", "skale=1"], "has no parameter 'skale'. Did you mean 'scale'?"),
+        (["-s", "skale=1"], "has no parameter 'skale'. Did you mean 'scale'?"),
     ],
 )
 def test_a_wrong_option_gets_one_sentence(tmp_path, capsys, arguments, sentence):

@@ -46,5 +46,5 @@ def test_a_setting_of_a_framework_is_used(monkeypatch, capsys):
     text = capsys.readouterr().err
     assert "nothing is known of eps_clip, eps_clip_high" in text
     assert "-s eps_clip=VALUE" in text
-    assert main(["audit", "openrlhf.models.loss:PolicyLoss", "-o", "clip=0.3"]) not in (0, 1)
+    assert main(["audit", "openrlhf.models.loss:PolicyLoss", "-s", "clip=0.3"]) not in (0, 1)
     assert "Give its settings with -s NAME=VALUE" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_a_component_with_inputs_of_a_model_is_refused():
 
 
 def test_the_settings_of_a_component_are_those_given(capsys):
-    _, rows = audited(capsys, "advantage.group", "-o", "normalize=mean", "--layer", "metamorphic")
+    _, rows = audited(capsys, "advantage.group", "-s", "normalize=mean", "--layer", "metamorphic")
     assert {r["layer"] for r in rows} == {"contract", "metamorphic"}
     target = component_target(load_class("advantage.group"), "a", {"normalize": "mean"})
     result = target.advantages(make([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0]))

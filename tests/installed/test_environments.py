@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -142,3 +143,30 @@ def test_the_first_commands_run_with_what_quickstart_installs(default, tmp_path)
 
 def test_what_quickstart_installs_lists_all_components(default, tmp_path):
     assert "cannot be loaded" not in default.creditgraph(tmp_path, "components")
+
+
+def test_resets_on_own_data_say_what_is_missing_before_and_while_they_run(default, tmp_path):
+    """As a first user would: a folder with a model, a file of two columns, a reward, and SRPO."""
+    shutil.copytree(CHECKOUT / "components" / "models" / "tiny", tmp_path / "my_model")
+    rows = [{"prompt": f"{i % 13} s1 + {i % 8 + 2}", "answer": str((i % 13 + i % 8 + 2) % 13)} for i in range(60)]
+    (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "rewards.py").write_text("def right(response, answer):\n    return float(answer in response.split())\n")
+    own = ["train", "graph=srpo", "data=file", "data.train.path=problems.jsonl", "model.path=./my_model"]
+    own += ["verifier.use=verifier.function", "verifier.function=rewards.py:right", "run.device=cpu"]
+
+    done = default.run(tmp_path, "-m", "creditgraph", *own)
+    assert done.returncode == 2
+    assert (
+        "template 'chat' does not ask for steps that end with </thought>; set data.train.template=thought"
+        in done.stderr
+    )
+    assert "sampler.mode=line" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+    # The model writes no lines, so a response is one thought: that is seen while it runs.
+    words = ["data.train.template=plain", "data.train.user_prompt=<solve> {question} </problem>"]
+    lines = ["sampler.mode=line", "expander.mode=line", "sampler.max_tokens=32", "expander.max_tokens=32"]
+    printed = default.creditgraph(
+        tmp_path, *own, *words, *lines, *SHORT, "evaluator.max_tokens=32", "localizer.max_tokens=8", "run.name=r"
+    )
+    assert "WARNING expander/empty_prefix_share was 1 in iterations 0 to 1: every reset began at the prompt" in printed

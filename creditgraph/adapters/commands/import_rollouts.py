@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from creditgraph.pipeline.app.arguments import add_output
 from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Make a run directory of another trainer's rollouts, for report, credit, replay, audit and localization."
@@ -24,10 +25,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files", nargs="+", metavar="FILES", help="files or folders, then settings of --graph (key=value)"
     )
     parser.add_argument("--from", dest="format", required=True, choices=FORMATS, help="what wrote them")
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="run directory (default: runs/FORMAT)")
+    add_output(parser, "DIR", "run directory (default: runs/FORMAT)", type=Path)
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help="of the model: folder or hub name")
     parser.add_argument("--graph", default="", metavar="NAME", help="a graph that computes the credit")
-    parser.add_argument("--endpoint", default="", metavar="URL", help="OpenAI-compatible server that scores for `credit`")
+    parser.add_argument(
+        "--endpoint", default="", metavar="URL", help="OpenAI-compatible server, scores for `credit`"
+    )
     parser.add_argument("--model", default="", metavar="NAME", help="of that server")
     parser.add_argument("--turns", action="store_true", help="a row per turn, not per response")
     parser.add_argument(

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import add_trust
+from creditgraph.pipeline.app.arguments import add_settings, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Sample values at boundaries of recorded rollouts from a server, as the truth that credit is shown with."
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph values runs/trl --endpoint http://localhost:8000/v1 --model NAME --verifier verifier.math\n"
-        "  creditgraph values runs/verl --endpoint URL --model NAME --segmenter fixed -o tokens=32 --verifier a.py:f\n\n"
+        "  creditgraph values runs/verl --endpoint URL --model NAME --segmenter fixed -s tokens=9 --verifier a.py:f\n\n"
         "A key for the server goes into the environment variable OPENAI_API_KEY. The server must hold the weights that "
         "sampled the rollouts, or the values are those of another policy."
     )
@@ -34,9 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segmenter", default="thought", metavar="NAME", help="thought (default), newline, fixed or a registered one"
     )
-    parser.add_argument(
-        "-o", "--set", action="append", default=[], metavar="setting=value", help="a setting of the segmenter"
-    )
+    add_settings(parser, "a setting of the segmenter")
     parser.add_argument("--verifier", default="", metavar="NAME|FILE.py:FUNCTION", help="default: the run's")
     parser.add_argument(
         "--max-tokens", type=int, default=0, metavar="N", help="of a whole response (default: the longest recorded)"

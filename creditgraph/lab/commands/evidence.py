@@ -1,6 +1,6 @@
 """`creditgraph evidence`: does a method of one's own learn more than a baseline? In minutes, with controls.
 
-Each run is a `creditgraph train` in --out; finished ones are kept, so the command can be stopped and started again.
+Each run is a `creditgraph train` in --output; finished ones are kept, so the command can be stopped and started again.
 docs/evidence.md explains the verdicts.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_config_dir
+from creditgraph.pipeline.app.arguments import OVERRIDES_HELP, add_config_dir, add_output
 from creditgraph.pipeline.core.errors import ConfigError
 
 SUMMARY = "Whether a recipe learns more than a baseline: a verdict in minutes, with an exit code."
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="every declared family, rates swept for both")
     parser.add_argument("--cells", nargs="+", metavar="NAME", help="some cells; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default: 2)")
-    parser.add_argument("--out", type=Path, default=Path("runs/evidence"), help="folder for runs and results")
+    add_output(parser, "DIR", "folder for runs and results", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--declaration", type=Path, help="cells of your own; by default those that are shipped")
     parser.add_argument("--estimate", action="store_true", help="train nothing: processor seconds that are left")
     parser.add_argument("--again", action="store_true", help="forget the method's finished runs, after a change of it")
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
     with Warm() as warm:
         lab = Lab(
             declaration=declared,
-            folder=options.out.resolve(),
+            folder=options.output.resolve(),
             train=trainer(options.jobs, warm.run, _say),
             config_dirs=dirs,
         )

@@ -153,7 +153,8 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     else:
         experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
-        check_present(experiment)
+        if not options.device:  # of GPUs elsewhere, packages and files may be there too
+            check_present(experiment)
         check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments

@@ -16,6 +16,7 @@ from creditgraph.pipeline.core.handles import Completions, Environments, Policy,
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Prompts
 from creditgraph.pipeline.core.sockets import Node
+from creditgraph.pipeline.run.compose.experiment import Experiment
 from creditgraph.pipeline.run.node_runner import NodeFailure
 from creditgraph.pipeline.run.session import GraphSession
 
@@ -115,6 +116,6 @@ def _asks(node: Node) -> bool:
     return any(socket.carries(Policy) for socket in node.sockets.inputs.values())
 
 
-def on_cpu(experiment: Any) -> Any:
+def on_cpu(experiment: Experiment) -> Experiment:
     """The experiment with the CPU as its device."""
     return dataclasses.replace(experiment, run=dataclasses.replace(experiment.run, device="cpu"))

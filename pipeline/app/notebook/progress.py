@@ -13,10 +13,11 @@ from typing import Any, TextIO
 SHOWN = 12  # lines
 
 
-class Lines(io.TextIOBase):
+class Lines(io.StringIO):
     """A stream whose last lines replace each other in the output of a notebook's cell."""
 
     def __init__(self, display: Any) -> None:
+        super().__init__()
         self._last: deque[str] = deque(maxlen=SHOWN)
         self._handle = display(self, display_id=True)
 
@@ -26,8 +27,11 @@ class Lines(io.TextIOBase):
         self._handle.update(self)
         return len(text)
 
+    def __repr__(self) -> str:
+        return "\n".join(self._last)
+
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(chr(10).join(self._last))}</pre>"
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 @contextmanager
@@ -38,4 +42,4 @@ def stream() -> Iterator[TextIO]:
     if running is None or not hasattr(running, "kernel"):
         yield sys.stderr
         return
-    yield Lines(shell.display.display)  # type: ignore[misc,union-attr]
+    yield Lines(shell.display.display)  # type: ignore[union-attr]

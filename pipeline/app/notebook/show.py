@@ -37,13 +37,18 @@ def show_with(batch: Batch, pieces: Pieces) -> None:
 
 
 def as_html(batch: Batch) -> str:
-    """The first rows of a batch: tokens coloured by credit where it has any, else its columns as a table."""
-    pieces = _SOURCES.get(batch, lambda _: {})(batch)
+    """The first rows of a batch, those with credit before others: tokens in its colours, or its columns as a table."""
+    source = _SOURCES.get(batch)
+    pieces = {} if source is None else source(batch)
     head = f"<b>{html.escape(str(batch))}</b>"
     rows = min(len(batch), MOST_ROWS)
     more = f"<div>… {len(batch) - rows} more rows</div>" if len(batch) > rows else ""
     if isinstance(batch, Credit | Trajectories | Segments) and pieces:
-        body = "".join(_response(batch, i, pieces) for i in range(rows))
+        order = list(range(len(batch)))
+        if isinstance(batch, Credit):
+            lacks = [not bool(row.any()) for row in batch.advantage.rows()]
+            order = sorted(order, key=lacks.__getitem__)
+        body = "".join(_response(batch, i, pieces) for i in order[:rows])
     else:
         body = _table(batch, rows)
     return f'<div style="font-size:13px;line-height:1.7">{head}{body}{more}</div>'

@@ -31,14 +31,15 @@ class Texts:
 
     def add_to_all(self, outputs: Mapping[str, Batch], *batches: Batch) -> None:
         """Lets batches be shown with the texts of the responses among the outputs of their iteration."""
-        trajectories = [batch for batch in outputs.values() if isinstance(batch, Trajectories)]
+        # Their columns, not the batches: what a batch is shown with must not keep it alive.
+        columns = [(b.uid, b.response_tokens) for b in outputs.values() if isinstance(b, Trajectories)]
 
         def texts(shown: Batch) -> dict[int, list[str]]:
             wanted = set(shown.uid.tolist())
             return {
-                uid: self.pieces(batch.response_tokens.row(i).tolist())
-                for batch in trajectories
-                for i, uid in enumerate(batch.uid.tolist())
+                uid: self.pieces(tokens.row(i).tolist())
+                for uids, tokens in columns
+                for i, uid in enumerate(uids.tolist())
                 if uid in wanted
             }
 

@@ -44,14 +44,14 @@ class Commands:
     def __call__(self, arguments, log):
         assert arguments[0] == "creditbench"
         options = self.parser.parse_args(arguments[1:])
-        state = f"{options.out.parents[2].name}/{options.out.parent.name}"
+        state = f"{options.output.parents[2].name}/{options.output.parent.name}"
         self.seen[state] = options
         if state == self.broken:
             return 1
         entry = {"gradient": dict.fromkeys(("cosine", "tokens", "steps", "noise", "signal"), (None, None))}
         methods = {m: {"mean": {"pearson": (0.1 * len(m), 0), "bias": (-0.5, 0)}, **entry} for m in options.methods}
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "result.json").write_text(json.dumps({"methods": methods}))
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "result.json").write_text(json.dumps({"methods": methods}))
         return 0
 
 

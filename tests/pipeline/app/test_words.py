@@ -42,7 +42,7 @@ def test_a_mistake_is_answered_by_what_to_write(typed, answer, capsys) -> None:
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        (["resume", "runs/a"], "unknown command 'resume'. Here: the `creditgraph train` command"),
+        (["resume", "runs/a"], "unknown command 'resume'. Here: `creditgraph train RUN` continues a run."),
         (["evaluate"], "Here: `creditgraph eval`."),
         (["trian"], "Did you mean 'train'?"),
         (["report", "runs"], "runs: no such run directory."),
@@ -51,13 +51,6 @@ def test_a_mistake_is_answered_by_what_to_write(typed, answer, capsys) -> None:
 def test_a_command_of_elsewhere_is_answered_by_ours(typed, answer, capsys) -> None:
     assert main(typed) == 2
     assert answer in capsys.readouterr().err
-
-
-def test_a_folder_of_runs_is_answered_by_its_runs(folder, capsys) -> None:
-    (folder / "runs" / "first").mkdir(parents=True)
-    (folder / "runs" / "first" / "config.yaml").write_text("{}")
-    assert main(["report", "runs"]) == 2
-    assert "It holds runs: first." in capsys.readouterr().err
 
 
 IDEAS = '''
