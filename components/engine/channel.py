@@ -21,7 +21,6 @@ from creditgraph.components.engine.weight_files import (
     FULL,
     Checksum,
     buckets,
-    checksum_of_stream,
     layout_of,
     overwrite_file,
     to_send,
@@ -99,6 +98,14 @@ class Update:
     probe: Probe | None = None
     expected: Future[list[float]] | None = None
 
+    @classmethod
+    def by_another(cls, weights: Weights, checksum: str) -> Update:
+        """The same weights as another process has published; reads no tensor."""
+        done: Future[str] = Future()
+        done.set_result(checksum)
+        adapter = "" if weights.adapter is None else f"{PREFIX}{weights.version}"
+        return cls(version=weights.version, checksum=done, adapter=adapter, loaded=True)
+
     def label(self) -> str:
         """What a server reports as its weights version: version and checksum, so that no other weights have it."""
         return f"{self.version}-{self.checksum.result()}"
@@ -165,12 +172,6 @@ class FileChannel:
             files=tuple(str(folder / name) for name in parts),
             written=not later,
         )
-
-    def describe(self, weights: Weights) -> Update:
-        """Describes the same weights as published by another process; writes nothing."""
-        checksum = self._writer.submit(checksum_of_stream, weights.pairs(), self._dtype)
-        adapter = "" if weights.adapter is None else f"{PREFIX}{weights.version}"
-        return Update(version=weights.version, checksum=checksum, adapter=adapter, loaded=True)
 
     def retire(self, version: int) -> None:
         """Removes the files of all other versions, but keeps the newest of them for near servers."""

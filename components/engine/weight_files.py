@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -131,14 +131,6 @@ def checksum_of(tensors: Mapping[str, Tensor]) -> str:
     checksum = Checksum()
     for name, tensor in tensors.items():
         checksum.add(name, tensor)
-    return checksum.result()
-
-
-def checksum_of_stream(pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
-    """`Checksum` of tensors that come one by one, floating-point ones in `dtype`, each computed where it is."""
-    checksum = Checksum()
-    for name, tensor in pairs:
-        checksum.add(name, tensor.to(dtype if tensor.is_floating_point() else tensor.dtype))
     return checksum.result()
 
 

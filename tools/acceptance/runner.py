@@ -50,18 +50,19 @@ class Stage:
         return found
 
 
+# What is right comes before how fast it is: a machine is lent for less time than all of them take.
 STAGES = (
     Stage("attention", "bf16 attention of packed rows equals float64, by the fused kernel", "attention:stage", 1),
     Stage("heads", "log-probs, entropies and gradients of both heads equal float64", "heads:stage", 1),
-    Stage("prefixes", "shared prefixes save time at the same gradient", "learners:prefixes", 2),
     Stage("engine", "engine.local samples what the learner computes, and how fast", "engine:stage", 2),
     Stage("publish", "weights reach an engine unchanged, and how fast", "weights:publish", 1),
     Stage("checkpoint", "a resumed learner is the one that was saved", "weights:checkpoint", 2),
+    Stage("prefixes", "shared prefixes save time at the same gradient", "learners:prefixes", 2),
+    Stage("suite", "the component tests on the device", "suite:stage", 4),
+    Stage("toys", "toy GRPO and SRPO learn as on a CPU", "toys:stage", 4),
     Stage("mfu-hf", "speed and memory of learner.hf", "learners:hf", 4),
     Stage("mfu-fsdp", "speed and memory of learner.hf sharded, on one rank", "learners:fsdp", 4),
     Stage("mfu-megatron", "speed and memory of learner.megatron, local layers", "learners:megatron", 4),
-    Stage("toys", "toy GRPO and SRPO learn as on a CPU", "toys:stage", 4),
-    Stage("suite", "the component tests on the device", "suite:stage", 4),
 )
 
 

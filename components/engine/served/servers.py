@@ -90,29 +90,29 @@ class Servers:
 
     def load(self, weights: Weights, probe: Probe | None) -> None:
         """Publishes weights and has every server load them."""
+        # The first replica changes the weights when none samples any more; the others then verify them by its checksum.
         if self._follows:
-            update = self.channel.describe(weights)
-        elif self._streams and weights.adapter is None:
-            update = self._stream(weights)
+            self._meet("")
+            self.pool.update(self._probed(Update.by_another(weights, self._meet("")), probe))
         else:
-            update = self.channel.publish(weights)
-        if probe is not None:
-            written = [] if update.transfer is not None else [update.checksum]
-            expected = self._executor.submit(self._expected, probe, torch.get_num_threads(), written)
-            update = dataclasses.replace(update, probe=probe, expected=expected)
-        # The first replica changes the weights when none samples any more; the others then verify them.
-        self._meet()
-        if self._follows:
-            self._meet()
-        self.pool.update(update)
-        if not self._follows:
-            self._meet()
+            stream = self._streams and weights.adapter is None
+            update = self._probed(self._stream(weights) if stream else self.channel.publish(weights), probe)
+            self._meet("")
+            self.pool.update(update)
+            self._meet(update.checksum.result())
         for server, begin, end in self.pool.updates:
             name = f"weights {weights.version}"
             self._context.trace.write(name, "weight update", begin, end, server, iteration=self._context.iteration)
         if probe is not None:
             self._context.log(update_difference=max(server.difference for server in self.pool.servers))
         self.channel.retire(weights.version)
+
+    def _probed(self, update: Update, probe: Probe | None) -> Update:
+        if probe is None:
+            return update
+        written = [] if update.transfer is not None else [update.checksum]
+        expected = self._executor.submit(self._expected, probe, torch.get_num_threads(), written)
+        return dataclasses.replace(update, probe=probe, expected=expected)
 
     def _stream(self, weights: Weights) -> Update:
         """An update of tensors that come to the servers without files."""
@@ -130,10 +130,12 @@ class Servers:
         torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
         return probe.expected()
 
-    def _meet(self) -> None:
-        """Waits for the other replicas that use the same servers."""
-        if self._shared:
-            self._context.all_sum(torch.zeros(1))
+    def _meet(self, checksum: str) -> str:
+        """Waits for the other replicas that use the same servers; returns what the first one has sent."""
+        if not self._shared:
+            return checksum
+        first: str = self._context.exchange([checksum] * self._context.ranks.num_replicas)[0]
+        return first
 
     def sample(self, rows: Rows) -> None:
         """Sends one request per row, which ends with the row."""

@@ -6,8 +6,10 @@ SGLang's environment has no other package of this project.
 
 import os
 import sys
+from importlib.metadata import version
 
 _KEY = "CREDITGRAPH_SERVER_KEY"
+_TESTED = "0.5.23"
 
 
 def main() -> None:
@@ -15,6 +17,8 @@ def main() -> None:
     key = os.environ.pop(_KEY, "")
     if not key:
         sys.exit(f"creditgraph: expected the server's key in the environment variable {_KEY}, got none.")
+    if (found := version("sglang").partition("+")[0]) != _TESTED:
+        sys.exit(f"creditgraph: expected sglang {_TESTED}, whose API was compared with ours, got {found}.")
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

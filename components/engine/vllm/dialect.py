@@ -1,4 +1,4 @@
-"""Starts vLLM servers (0.32) and implements their HTTP API.
+"""Starts vLLM servers (0.32, 0.33) and implements their HTTP API.
 
 Token ids go in and out by `route.py`, which also reports the weights version. Log-probs and
 entropies are those of `exact.py`, which the worker extension puts in place. Weights come as

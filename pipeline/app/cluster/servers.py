@@ -61,6 +61,8 @@ def learner_overrides(experiment: Experiment, cluster: Cluster, run: Path, overr
     chosen = {text.lstrip("+").partition("=")[0] for text in overrides}
     if cluster.all_nodes > 1 and f"{engine}.channel.path" not in chosen:
         settings["channel.path"] = run / "weights"  # /dev/shm is another one on every node
+    if cluster.gpus_per_node and f"{engine}.channel.kind" not in chosen:
+        settings["channel.kind"] = "broadcast"  # as files, every server reads all weights from the shared folder
     if cluster.gpus_per_server > 1 and f"{engine}.tensor_parallel" not in chosen:
         settings["tensor_parallel"] = cluster.gpus_per_server
     return [f"{engine}.{name}={value}" for name, value in settings.items()]

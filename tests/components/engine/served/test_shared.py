@@ -13,21 +13,28 @@ from creditgraph.pipeline.core.payloads import Weights
 from creditgraph.pipeline.core.ranks import Ranks
 
 
+def refuse():
+    raise AssertionError("a replica that does not send weights has read them")
+
+
 class Replica:
     """One rank's pool on servers that somebody else keeps."""
 
-    def __init__(self, rank, keeper, barrier):
-        self.met = 0
+    def __init__(self, rank, keeper, barrier, sent):
+        self.met, self.first = 0, rank == 0
 
-        def all_sum(x):
+        def exchange(parts):
             self.met += 1
+            sent[rank] = parts
             barrier.wait(60.0)
-            return x
+            received = [part[rank] for part in sent]
+            barrier.wait(60.0)
+            return received
 
         ranks, spec = Ranks(rank=rank, world=2, num_replicas=2), ModelSpec(path="tiny", dtype="float32")
         folder = keeper.folder / f"rank-{rank}"
         folder.mkdir()
-        context = Context(node="engine", model=spec, ranks=ranks, run_dir=folder, all_sum=all_sum)
+        context = Context(node="engine", model=spec, ranks=ranks, run_dir=folder, exchange=exchange)
         settings = ServerSettings(
             addresses=tuple(s.address.url for s in keeper.pool.servers),
             key_file=keeper.key_file(),
@@ -41,7 +48,9 @@ class Replica:
         """Loads and samples, as an engine does every iteration."""
         for version in versions:
             tensors = {f"layer.{n}": torch.full((4, 3), float(version + n)) for n in range(12)}
-            self.servers.load(Weights(version=version, tensors=tensors), None)
+            # The second replica has what the first one has; it need not read it.
+            stream = None if self.first else refuse
+            self.servers.load(Weights(version=version, tensors=tensors if self.first else None, stream=stream), None)
             rows = self.keeper.rows(3, 4)
             self.servers.sample(rows)
             done = rows.completions()
@@ -54,8 +63,8 @@ class Replica:
 
 def test_two_replicas_share_two_servers(fleet):
     keeper = fleet(2, options=["--seconds", "0.1"])
-    barrier = threading.Barrier(2)
-    replicas = [Replica(rank, keeper, barrier) for rank in range(2)]
+    barrier, sent = threading.Barrier(2), [None, None]
+    replicas = [Replica(rank, keeper, barrier, sent) for rank in range(2)]
     failures = []
 
     def work(replica):

@@ -1,5 +1,6 @@
 """What runs on GPUs only, compared with the signatures and the argument parser of the installed vLLM."""
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -30,14 +31,15 @@ def on_gpus(context_length=30_120):
 def parsed(settings, model):
     """The engine arguments and all arguments that vLLM reads in a server's command."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    folder = "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"  # 0.33, 0.32
+    cli_args = importlib.import_module(f"vllm.entrypoints.{folder}.cli_args")
     launch = VllmDialect(settings, model).launch(8000, "creditgraph-0")
     start = launch.command.index("creditgraph.components.engine.vllm.start") + 1
     command = [*launch.command[start:], "--middleware", MIDDLEWARE]
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
-    validate_parsed_serve_args(arguments)
+    arguments = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(command)
+    cli_args.validate_parsed_serve_args(arguments)
     return AsyncEngineArgs.from_cli_args(arguments), arguments, launch.environment
 
 
@@ -111,7 +113,8 @@ def test_the_scheduler_is_the_one_that_is_configured_and_its_manager_has_the_cap
 
     from creditgraph.components.engine.vllm.scheduler import FIRST, exact_scheduler
 
-    assert parameters(KVCacheManager.get_computed_blocks) == ["self", "request"]
+    newer = ["self", "request", "max_cache_hit_length"]  # from 0.33 on
+    assert parameters(KVCacheManager.get_computed_blocks) in (newer[:2], newer)
     for name in ("UnitaryKVCacheCoordinator", "HybridKVCacheCoordinator"):
         find = getattr(coordinators, name).find_longest_cache_hit
         assert parameters(find) == ["self", "block_hashes", "max_cache_hit_length"]
@@ -135,6 +138,25 @@ def test_the_scheduler_is_the_one_that_is_configured_and_its_manager_has_the_cap
         for extra, most in (({FIRST: 40}, 40), ({FIRST: 400}, 99), (None, 99)):
             request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
             assert made.kv_cache_manager.get_computed_blocks(request) == most
+
+
+def test_scores_take_no_scored_position_from_the_cache_of_a_manager_with_a_limit_of_its_own():
+    """0.33's scheduler calls `get_computed_blocks(request, max_cache_hit_length)`, by position."""
+    from creditgraph.components.engine.vllm.scheduler import FIRST, cap_hits
+
+    def request(extra):
+        return SimpleNamespace(num_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
+
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(find_longest_cache_hit=None),
+        get_computed_blocks=lambda request, max_cache_hit_length=None: max_cache_hit_length,
+    )
+    cap_hits(manager)
+    assert manager.get_computed_blocks(request({FIRST: 40}), 80) == 40
+    assert manager.get_computed_blocks(request({FIRST: 40}), 30) == 30
+    assert manager.get_computed_blocks(request({FIRST: 400})) == 99
+    assert manager.get_computed_blocks(request(None)) is None
+    assert manager.get_computed_blocks(request(None), 80) == 80
 
 
 def test_requests_of_the_route_bind_to_vllms_engine():

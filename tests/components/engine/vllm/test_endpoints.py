@@ -1,5 +1,6 @@
 """Every path and every method of the worker extension that engine.vllm calls is one that the real vLLM has."""
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -82,14 +83,15 @@ def test_what_the_receiver_calls_in_vllm_has_these_arguments():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_start_arguments_are_those_of_vllms_parser(device, sleeps):
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    folder = "common" if importlib.util.find_spec("vllm.entrypoints.common.cli_args") else "launchers"  # 0.33, 0.32
+    cli_args = importlib.import_module(f"vllm.entrypoints.{folder}.cli_args")
     lora = AdapterSettings(publish="adapter", rank=8)
     for settings in (VllmSettings(servers=1), VllmSettings(servers=1, tensor_parallel=2, lora=lora)):
         launch = VllmDialect(settings, ServedModel(**MODEL, device=device, sleeps=sleeps)).launch(0, "name")
         place = launch.command.index("creditgraph.components.engine.vllm.start") + 1
-        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(launch.command[place:])
+        parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(launch.command[place:])
         assert parsed.enable_sleep_mode is sleeps
         assert parsed.tensor_parallel_size == settings.tensor_parallel
         assert parsed.worker_extension_cls == dialect.EXTENSION

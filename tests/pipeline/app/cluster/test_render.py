@@ -105,7 +105,13 @@ def test_the_learner_of_a_job_finds_its_servers(tmp_path, capsys):
     assert main(["submit", *recipe, *DISAGGREGATED, "--dry-run"]) == 0
     script = capsys.readouterr().out
     run = tmp_path / "apart"
-    for setting in (f"rendezvous={run}/servers", "servers=0", f"channel.path={run}/weights", "tensor_parallel=2"):
+    for setting in (
+        f"rendezvous={run}/servers",
+        "servers=0",
+        f"channel.path={run}/weights",
+        "channel.kind=broadcast",
+        "tensor_parallel=2",
+    ):
         assert script.count(f"engine.{setting} ") == 2  # the servers read the learner's settings
     assert "engine.pool.start_seconds=900 " in script
     assert (run / "weights").is_dir()
