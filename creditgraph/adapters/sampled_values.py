@@ -17,12 +17,12 @@ from creditgraph.components.models.load import load_tokenizer
 from creditgraph.components.rollouts.rewards import finite_rewards
 from creditgraph.components.rollouts.segments import close_segments
 from creditgraph.components.verifier.base import verifier_of
-from creditgraph.pipeline.app.credit.sessions import learner_of
+from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
 from creditgraph.pipeline.app.credit.side_by_side import mixed_first
 from creditgraph.pipeline.app.credit.truth import SAMPLED_SEGMENTS, SAMPLED_VALUES
 from creditgraph.pipeline.core.component import Component, Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError, RunError
-from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.handles import Verifier
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 from creditgraph.pipeline.core.registry import build_component
@@ -231,7 +231,7 @@ class ValueSampler:
         if name:
             use, settings = ("verifier.function", {"function": name}) if ":" in name else (name, {})
             return verifier_of(self._part(use, settings, "--verifier"), f"--verifier {name}")
-        if not self._replay.graph.outputs_of(Policy):
+        if not any(samples_rollouts(node) for node in self._replay.graph.nodes):
             raise ConfigError(
                 f"{self._replay.path}: its rewards were imported, and nothing in it can verify a new response. Name "
                 "what can: --verifier verifier.math, or --verifier path/to/file.py:function."
@@ -274,7 +274,9 @@ class ValueSampler:
                 return texts, int((reply.get("usage") or {}).get("completion_tokens", -1))
             except (TypeError, KeyError, ValueError, AttributeError) as error:
                 why = reason or f"{url}: {error}; expected the reply of an OpenAI-compatible server to /completions"
-                raise RunError(f"{why.rstrip('.')}. Nothing was saved; check --endpoint, --model and the server's log.") from error
+                raise RunError(
+                    f"{why.rstrip('.')}. Nothing was saved; check --endpoint, --model and the server's log."
+                ) from error
 
         return ask
 
@@ -287,6 +289,10 @@ class ValueSampler:
             uid=torch.arange(len(row)), text=[text for several in texts.values() for text in several]
         )
         rewards = finite_rewards(verifier.verify(plan.prompts, continued))
+        if not bool(rewards.valid.any()):
+            raise RunError(
+                f"none of {len(row)} continuations could be verified ({rewards.detail[0]}); name a --verifier."
+            )
         value = torch.where(rewards.valid, rewards.value.double(), 0.0).view(len(texts), -1)
         return dict(zip(texts, value, strict=True)), int((~rewards.valid).sum())
 

@@ -23,14 +23,14 @@ TASK = Chains()
 PROBLEMS = [TASK.generate(0, i, Difficulty(steps=(4, 5), hard_facts=(1, 1))) for i in range(16)]
 
 
-def correct(completions, answer, **_):
+def correct(completions, answer, log_extra, **_):
+    log_extra("answer", answer)
     return [float(extract_answer(text) == f"{right}") for text, right in zip(completions, answer, strict=True)]
 
 
 def correct_with_ids(completions, answer, completion_ids, log_extra, **_):
     log_extra("completion_ids", completion_ids)
-    log_extra("answer", answer)
-    return correct(completions, answer)
+    return correct(completions, answer, log_extra)
 
 
 def train(model_dir, folder, reward, steps):
@@ -44,7 +44,10 @@ def train(model_dir, folder, reward, steps):
             seen.append(
                 {
                     "advantages": output["advantages"].tolist(),
-                    "ids": [ids[mask.bool()].tolist() for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)],
+                    "ids": [
+                        ids[mask.bool()].tolist()
+                        for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
+                    ],
                 }
             )
             return output

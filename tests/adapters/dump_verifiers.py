@@ -2,8 +2,8 @@
 
     python dump_verifiers.py FOLDER
 
-FOLDER/eval/traces.jsonl is of `write_episode`, with texts alone; FOLDER/rollouts/step_7/train/effective/traces.jsonl has
-`Episode.to_record` with tokens, groups and advantages, which is what prime-rl's file monitor writes line by line.
+FOLDER/eval/traces.jsonl is of `write_episode`, with texts alone; traces.jsonl of FOLDER/rollouts/step_7/train/effective
+has `Episode.to_record` with tokens, groups and advantages, which is what prime-rl's file monitor writes line by line.
 """
 
 import json
@@ -27,12 +27,18 @@ def nodes(reward, tokens):
         return {"logprobs": values, "trainer_logprobs": [v - 0.1 for v in values], "entropies": [1.0] * len(values)}
 
     return [
-        MessageNode(message=UserMessage(content="3 + 4?"), **({"token_ids": [5, 6], "mask": [False] * 2} if tokens else {})),
+        MessageNode(
+            message=UserMessage(content="3 + 4?"), **({"token_ids": [5, 6], "mask": [False] * 2} if tokens else {})
+        ),
         MessageNode(
             parent=0,
             message=AssistantMessage(content="I add."),
             sampled=True,
-            **({"token_ids": [9, 10, 11], "mask": [False, True, True], "advantages": good, **numbers([-0.5, -0.75])} if tokens else {}),
+            **(
+                {"token_ids": [9, 10, 11], "mask": [False, True, True], "advantages": good, **numbers([-0.5, -0.75])}
+                if tokens
+                else {}
+            ),
         ),
         MessageNode(
             parent=1,
@@ -49,7 +55,9 @@ def nodes(reward, tokens):
 
 
 def episode(number, reward, tokens):
-    task = TraceTask(type="Sums", key=f"sum-{number // 2}", data=WireTaskData(idx=number // 2, prompt="3 + 4?", answer="7"))
+    task = TraceTask(
+        type="Sums", key=f"sum-{number // 2}", data=WireTaskData(idx=number // 2, prompt="3 + 4?", answer="7")
+    )
     trace = WireTrace(
         task=task,
         agent=AgentInfo(config=WireAgentConfig()),

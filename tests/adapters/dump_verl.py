@@ -70,7 +70,9 @@ def v1(batch, folder):
             if name in ("uid", "reward_model"):
                 values[name] = np.array(rows, dtype=object)
             else:
-                values[name] = nested(rows, torch.int64 if name in ("prompts", "responses", "response_mask") else torch.float64)
+                values[name] = nested(
+                    rows, torch.int64 if name in ("prompts", "responses", "response_mask") else torch.float64
+                )
         return values
 
     queue.kv_batch_get = get
@@ -82,11 +84,17 @@ def legacy(batch, folder):
         width = max(map(len, rows))
         return torch.tensor([[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows])
 
-    tensors = {name: padded(batch[name]) for name in ("responses", "response_mask", "advantages", "old_log_probs", "rollout_log_probs")}
+    tensors = {
+        name: padded(batch[name])
+        for name in ("responses", "response_mask", "advantages", "old_log_probs", "rollout_log_probs")
+    }
     tensors["prompts"] = padded(batch["prompts"], left=True)
     tensors["token_level_scores"] = padded(batch["rm_scores"])
     tensors["attention_mask"] = torch.cat([(tensors[n] != 0).long() for n in ("prompts", "responses")], dim=1)
-    other = {"uid": np.array([k.split("_")[0] for k in batch["keys"]], dtype=object), "reward_model": np.array(batch["reward_model"], dtype=object)}
+    other = {
+        "uid": np.array([k.split("_")[0] for k in batch["keys"]], dtype=object),
+        "reward_model": np.array(batch["reward_model"], dtype=object),
+    }
     data = DataProto.from_dict(tensors=tensors, non_tensors=other)
     trainer(RayPPOTrainer, folder)._log_rollout_data(data, {"acc": [1.0] * len(data)}, {}, str(folder))
 

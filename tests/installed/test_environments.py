@@ -108,11 +108,23 @@ def test_the_core_shows_credit(core, recorded):
     assert (recorded / "runs" / "r" / "credit.html").exists()
 
 
+def test_the_core_imports_rollouts(core, tmp_path):
+    rows = [{"group": "a", "prompt_ids": [1], "tokens": [5, 6], "reward": r} for r in (0, 1)]
+    (tmp_path / "r.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    core.creditgraph(tmp_path, "import", "r.jsonl", "--from", "jsonl", "--graph", "grpo", "-o", "run")
+    assert "tokens are shown as ids" in core.creditgraph(tmp_path, "report", "run")
+    assert " pass" in core.creditgraph(tmp_path, "audit", "run")
+    printed = core.creditgraph(tmp_path, "credit", "recipe=toy_grpo", "run")
+    assert "recorded advantage.credit" in printed
+    assert re.search(r"^toy_grpo *$", printed, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "extra"),
     [
         ("core", ["train", "recipe=toy_grpo"], "train"),
         ("core", ["data", "preview", "recipe=toy_grpo"], "train"),
+        ("core", ["import", __file__, "--from", "trl", "--tokenizer", "tiny"], "train"),
         ("default", ["train", "recipe=toy_grpo", "learner=megatron"], "megatron"),
         ("default", ["train", "recipe=toy_grpo", "run.wandb.mode=offline"], "wandb"),
     ],

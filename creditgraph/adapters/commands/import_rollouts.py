@@ -28,9 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "DIR", "run directory (default: runs/FORMAT)", type=Path)
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help="of the model: folder or hub name")
     parser.add_argument("--graph", default="", metavar="NAME", help="a graph that computes the credit")
-    parser.add_argument(
-        "--endpoint", default="", metavar="URL", help="OpenAI-compatible server, scores for `credit`"
-    )
+    parser.add_argument("--endpoint", default="", metavar="URL", help="server that scores texts for `credit`")
     parser.add_argument("--model", default="", metavar="NAME", help="of that server")
     parser.add_argument("--turns", action="store_true", help="a row per turn, not per response")
     parser.add_argument(

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph values runs/trl --endpoint http://localhost:8000/v1 --model NAME --verifier verifier.math\n"
-        "  creditgraph values runs/verl --endpoint URL --model NAME --segmenter fixed -s tokens=9 --verifier a.py:f\n\n"
+        "  creditgraph values runs/verl --endpoint URL --model NAME --segmenter fixed --verifier mine.py:reward\n\n"
         "A key for the server goes into the environment variable OPENAI_API_KEY. The server must hold the weights that "
         "sampled the rollouts, or the values are those of another policy."
     )

@@ -74,8 +74,12 @@ class ImportedTrainer(Component):
     """
 
     placement = "collective"
-    Config = ImportedRollouts.Config
-    config: ImportedRollouts.Config
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ImportedRollouts.Config):
+        """Which trainer it is."""
+
+    config: Config
 
     def run(self, *, trajectories: Trajectories, credit: list[Credit]) -> Trained:
         """Raises RunError: it learned elsewhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from creditgraph.adapters.imports.row import Format, Options, Part, Row, lines, said_by, text_of
 from creditgraph.pipeline.core.errors import DataError
@@ -30,7 +30,7 @@ class Traces(Format):
 
     name = "verifiers"
     source = "verifiers 0.4.0"
-    patterns = ("traces.jsonl", "**/traces.jsonl")
+    patterns: ClassVar[tuple[str, ...]] = ("traces.jsonl", "**/traces.jsonl")
     patches = {
         "tokens": "evaluate with verifiers' training client (client.type=train), which records them",
         "advantage": "an evaluation has none; --graph grpo computes them",

@@ -187,9 +187,9 @@ def _write(run: RunDirectory, experiment: Experiment, steps: Mapping[int, Sequen
             for step, rows in steps.items():
                 made = payloads(rows, step, turns)
                 for name, value in made.items():
-                    node, _, output = name.partition(".")
-                    session.give(node, step, {output: value})
-                    recorder.put(node, output, step, value)
+                    source, _, output = name.partition(".")
+                    session.give(source, step, {output: value})
+                    recorder.put(source, output, step, value)
                 logged = _metrics(made)
                 for node in experiment.graph.nodes:
                     if node.use.startswith(_NODES):

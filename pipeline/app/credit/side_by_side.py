@@ -119,7 +119,9 @@ def _compare(
     truth = _truth(source, trajectories, samples)
     if truth is None and sampled is not None:
         verdicts = source.verifier.verify(source.prompts, trajectories)
-        truth = truth_of_values(*(part.select(part.index_of(trajectories.uid)) for part in sampled), verdicts)
+        segments, values = sampled
+        at = segments.index_of(trajectories.uid)
+        truth = truth_of_values(segments.select(at), values.select(at), verdicts)
     columns = _recorded(source, chosen, truth) if source.imported else []
     columns += [_column(name, experiment, source, chosen, truth) for name, experiment in experiments.items()]
     if truth is not None:

@@ -94,7 +94,7 @@ def test_what_is_not_recorded_is_noted(make_run, localization):
         file.unlink()
     code, _, error = localization(run)
     assert code == 2
-    assert "neither localised failures nor credit are recorded" in error
+    assert "neither localised failures nor credit with log-probs are recorded" in error
 
 
 def test_a_real_run_agrees_with_the_metrics_that_it_logged(toy_run, localization):
