@@ -99,7 +99,7 @@ class Update:
     expected: Future[list[float]] | None = None
 
     @classmethod
-    def by_another(cls, weights: Weights, checksum: str) -> Update:
+    def by_another(cls, weights: Weights, checksum: str) -> "Update":
         """The same weights as another process has published; reads no tensor."""
         done: Future[str] = Future()
         done.set_result(checksum)

@@ -86,8 +86,8 @@ def main(options: argparse.Namespace) -> int:
         run.note("no localised failure is recorded, so there is no localisation")
         if not result.signal:
             raise RunError(
-                f"{options.run}: neither localised failures nor credit with log-probs are recorded; expected a run of a "
-                "graph with a localizer and run.record.every=1."
+                f"{options.run}: neither localised failures nor credit with log-probs are recorded; expected a run of "
+                "a graph with a localizer and run.record.every=1."
             )
     if options.json:
         notes = [*run.notes, *(labels.notes if labels else ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from creditgraph.components.advantage.group import GroupAdvantage, Outputs
 from creditgraph.components.expander.reset import reset_length
@@ -30,14 +31,20 @@ class OracleAdvantage(GroupAdvantage):
     ) -> Outputs:
         """Keeps the advantage of right responses, and of first errors."""
         credit = super().run(trajectories=trajectories, rewards=rewards).credit
-        tokens, ends = trajectories.response_tokens, trajectories.thought_ends
-        step, count = true_first_errors(prompts, trajectories, policy.tokenizer), num_thoughts(trajectories)
-        first = reset_length(ends, step)
-        last = torch.where(step < count, reset_length(ends, torch.minimum(step + 1, count)), tokens.lengths)
-        place = tokens.positions
-        blamed = (place >= tokens.spread(first).values) & (place < tokens.spread(last).values)
-        kept = blamed | tokens.spread(rewards.correct).values
+        tokens = trajectories.response_tokens
+        step = true_first_errors(prompts, trajectories, policy.tokenizer)
+        kept = in_thought(trajectories, step) | tokens.spread(rewards.correct).values
         return Outputs(credit=credit.replace(advantage=tokens.with_values(credit.advantage.values * kept)))
+
+
+def in_thought(trajectories: Trajectories, step: Tensor) -> Tensor:
+    """Whether each response token [tokens] is in the thought `step` [N], from 1, of its row."""
+    tokens, ends = trajectories.response_tokens, trajectories.thought_ends
+    count = num_thoughts(trajectories)
+    last = torch.where(step < count, reset_length(ends, torch.minimum(step + 1, count)), tokens.lengths)
+    place = tokens.positions
+    inside: Tensor = (place >= tokens.spread(reset_length(ends, step)).values) & (place < tokens.spread(last).values)
+    return inside
 
 
 class FlippedAdvantage(GroupAdvantage):

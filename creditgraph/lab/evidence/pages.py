@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from creditgraph.lab.bench.curves import Axis
 from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.evidence.across import across_families
 from creditgraph.lab.evidence.declaration import Cell
@@ -15,6 +16,8 @@ from creditgraph.lab.prediction.study import repeatability_line, study, study_ta
 from creditgraph.pipeline.app.progress import ACCURACY
 
 NOTHING = "Not measured yet."
+WORDS = (*DECIDED, "undecided", "not yet measured", "not testable here", "withdrawn")
+SHOWN_AXES: tuple[Axis, ...] = ("tokens", "processed", "steps")
 AXIS_NAMES = {
     "tokens": "sampled tokens",
     "processed": "processed tokens",
@@ -30,26 +33,20 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def claims_block(results: Results) -> str:
-    """docs/evidence.md: the decided claims, and below folds what is open, and one row per claim."""
+    """docs/evidence.md: the decided claims, and below folds the others; predictions are on the papers' pages."""
     verdicts = results.verdicts()
-    short: dict[str, list[list[str]]] = {}
-    rows = []
+    known: dict[str, list[list[str]]] = {}
     for name, claim in results.declaration.claims.items():
         verdict = verdicts[name]
         paper = f"[{claim.paper}](papers/{claim.page}.md)" + " **primary**" * claim.primary
         regime = f"[{claim.cell}](#{claim.cell})" if claim.cell else "–"
-        rows.append(
-            [claim.text, f"{paper}: {claim.source}", regime, claim.prediction, *_measured(results, name, verdict)]
-        )
-        if verdict.result:
-            short.setdefault(verdict.word, []).append([claim.text, paper, regime, verdict.result.text()])
+        found = verdict.result.text() if verdict.result else verdict.reason or "–"
+        known.setdefault(verdict.word, []).append([claim.text, paper, regime, found])
     head = ["claim", "paper", "regime", "difference [95 %]"]
-    parts = [_count(verdicts)]
-    parts += [f"### {word[0].upper()}{word[1:]}\n\n{table(head, short[word])}" for word in DECIDED if word in short]
-    if "undecided" in short:
-        parts.append(folded("Undecided", table(head, short["undecided"])))
-    head = ["claim", "who says it", "regime", "predicted", "compared", "result", "verdict"]
-    return "\n\n".join([*parts, folded("Every claim, with its prediction", table(head, rows))])
+    titles = {word: f"{word[0].upper()}{word[1:]}" for word in WORDS if word in known}
+    parts = [f"### {title}\n\n{table(head, known[word])}" for word, title in titles.items() if word in DECIDED]
+    parts += [folded(title, table(head, known[word])) for word, title in titles.items() if word not in DECIDED]
+    return "\n\n".join([_count(verdicts), *parts])
 
 
 def predictions_block(results: Results) -> str:
@@ -176,8 +173,7 @@ def readme_block(results: Results, most: int = 3) -> str:
 
 def _count(verdicts: dict[str, Verdict]) -> str:
     words = [v.word for v in verdicts.values()]
-    order = [*DECIDED, "undecided", "not yet measured", "not testable here", "withdrawn"]
-    counted = ", ".join(f"{words.count(word)} {word}" for word in order if word in words)
+    counted = ", ".join(f"{words.count(word)} {word}" for word in WORDS if word in words)
     return f"Of {len(words)} claims: {counted}."
 
 
@@ -204,7 +200,7 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
     measured = results.cells[name]
     rows = []
     for method, row in measured["methods"].items():
-        by_axis = {axis: results.pair(name, method, cell.baseline_of(method), axis) for axis in AXIS_NAMES}
+        by_axis = {axis: results.pair(name, method, cell.baseline_of(method), axis) for axis in SHOWN_AXES}
         baseline = f"`{base}`" if (base := cell.baseline_of(method)) else "–"
         rows.append(
             [
@@ -214,13 +210,15 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
                 _steps(row),
                 _costs(row),
                 baseline,
-                *(_equal(results, name, by_axis[axis]) for axis in AXIS_NAMES),
+                *(_equal(results, name, by_axis[axis]) for axis in SHOWN_AXES),
                 f"{collapsed(row, cell.seeds):.2f}",
                 str(len(row["seeds"])),
             ]
         )
     head = ["method", "lr", "accuracy", "steps", "processed tokens, seconds", "baseline"]
-    head += [f"at equal {axis}" for axis in AXIS_NAMES.values()] + ["end below start, or failed", "seeds"]
+    head += [f"at equal {AXIS_NAMES[axis]}" for axis in SHOWN_AXES] + ["end below start, or failed", "seeds"]
+    filled = [i for i in range(len(head)) if any(row[i] not in ("–", "0.00") for row in rows)]
+    head, rows = [head[i] for i in filled], [[row[i] for i in filled] for row in rows]
     failed = "".join(f"\n\nFailed: `{run}` ({why})." for run, why in measured["failed"].items())
     earlier = results.earlier(name)
     rule = f" Rates were chosen by an earlier rule: {', '.join(earlier)}." if earlier else ""

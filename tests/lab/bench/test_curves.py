@@ -90,6 +90,7 @@ def line(tokens, accuracy, seconds=None):
     tokens = np.array(tokens, dtype=float)
     return Curve(
         tokens=tokens,
+        processed=tokens * 1.5,
         steps=tokens / 10,
         trained=tokens / 2,
         seconds=tokens if seconds is None else np.array(seconds, float),

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from creditgraph.lab.bench.paired import paired
 from creditgraph.lab.evidence.across import across_families
 from creditgraph.lab.evidence.declaration import (
     Cell,
@@ -13,7 +14,8 @@ from creditgraph.lab.evidence.declaration import (
     Declaration,
     Entry,
     Family,
-    best_rate,
+    Point,
+    best_point,
     read_declaration,
     widened,
 )
@@ -24,10 +26,12 @@ from creditgraph.lab.evidence.pages import (
     cells_block,
     claims_block,
     paper_block,
+    progress_block,
     readme_block,
     withdrawn_block,
 )
-from creditgraph.lab.evidence.verdicts import Results, as_text, collapsed, read_results
+from creditgraph.lab.evidence.rates import rate_variance
+from creditgraph.lab.evidence.verdicts import Results, _word, as_text, collapsed, read_results
 from creditgraph.pipeline.core.errors import ConfigError
 
 
@@ -37,13 +41,16 @@ def entry(**settings):
 
 def claim(better="good", worse="grpo", **settings):
     settings = {"cell": "small", "page": "grpo"} | settings
+    expects = "none" if settings.get("untestable") else "higher"
     fixed = {"text": f"{better} wins.", "paper": "2402.03300", "source": "ours", "prediction": "ahead"}
+    settings = {"expects": expects} | settings
     return Claim(better=better, worse=worse, **fixed, **settings)
 
 
 def declared(**changes):
     """Three methods: `good` gains .1 over `grpo` with every seed, `same` nothing."""
     cell = {"title": "A cell.", "family": "chains", "regime": "any", "tokens": 1000, "seeds": 3, "widenings": 1}
+    cell["sweep_seeds"] = (100, 101)
     cell |= {"methods": {"grpo": entry(), "good": entry(baseline="grpo"), "same": entry(baseline="grpo", seconds=7)}}
     claims = {"good": claim(), "same": claim("same"), "steps": claim(axis="steps"), "less": claim("grpo", "good")}
     claims["large"] = claim("", "", cell="", untestable="needs a GPU")
@@ -60,25 +67,32 @@ class Runs:
     """Writes metrics of runs that gain most at a rate of 4.5e-4 or 1.35e-3, and counts them."""
 
     def __init__(self, steps=1.0, broken=()):
-        self.steps, self.broken, self.trained = steps, broken, []
+        self.steps, self.broken, self.trained, self.settings = steps, broken, [], []
 
     def __call__(self, plan, methods, seeds):
         failed = {}
+        self.settings.append(plan.overrides)
         for method in methods:
-            name, _, rate = plain(method.name).partition("-lr")
+            name, _, point = plain(method.name).partition("-lr")
+            rate, _, batch = point.partition("x")
+            assert (f"prompts.batch={batch}" in method.overrides) == bool(batch)
             assert f"learner.optimizer.lr={rate}" in method.overrides
             assert ("data.eval.split=validation" in plan.overrides) == (min(seeds) >= 100)
             for seed in seeds:
                 run = plan.name(method, seed)
                 if plan.is_finished(plan.curve(method, seed)):
                     continue
-                if plain(run) in self.broken:
+                if any(broken in f"{plan.folder.name}/{plain(run)}" for broken in self.broken):
                     failed[plain(run)] = f"exit code 1, see {plan.folder}/logs"
                     continue
                 self.trained.append(run)
                 best = 1.35e-3 if name == "good" else 4.5e-4
                 gain = (
-                    0.3 - 40 * abs(float(rate) - best) + 0.1 * (name == "good") + 0.001 * (seed % 2) * (name == "same")
+                    0.3
+                    - 40 * abs(float(rate) - best)
+                    + 0.1 * (name == "good")
+                    + 0.001 * (seed % 2) * (name == "same")
+                    - 0.01 * (batch == "8")
                 )
                 self.write(plan.folder / run, gain + 0.01 * seed % 1)
         return failed
@@ -86,7 +100,9 @@ class Runs:
     def write(self, folder, gain):
         rows = [{"iteration": i, "engine/sampled_tokens": 300.0, "learner/steps": self.steps} for i in range(4)]
         rows = [r | {"seconds/iteration": 1.0, "learner/trained_tokens": 250.0} for r in rows]
+        rows = [r | {"engine/prefill_tokens": 30.0, "engine/scored_tokens": 60.0} for r in rows]
         rows[0] |= {"evaluator/accuracy": 0.2, "evaluator/sampled_tokens": 100.0, "engine/sampled_tokens": 400.0}
+        rows[0] |= {"evaluator/prefill_tokens": 20.0, "engine/prefill_tokens": 50.0}
         rows.append({"iteration": 4, "evaluator/accuracy": 0.2 + 1.2 * gain})
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -101,10 +117,10 @@ def measured(tmp_path, runs=None, **changes):
 def test_a_family_may_be_judged_by_another_metric_than_greedy_accuracy(tmp_path):
     lab = Lab(declaration=declared(), folder=tmp_path, train=Runs())
     family = lab.declaration.families["chains"]
-    # What is compared is part of a cell's form; the usual metric is not, so that older marks hold.
+    # What is compared is part of a cell's form.
     other = dataclasses.replace(family, metric="evaluator/mean_at_1")
     cell = lab.cell("small")
-    assert cell.digest(other) != cell.digest(family) == "ded716977f84"
+    assert cell.digest(other) != cell.digest(family)
     lab.declaration.families["chains"] = other
     assert lab.plan("small", sweep=False).metric == "evaluator/mean_at_1"
     assert "Accuracy is `evaluator/mean_at_1`" in cells_block(Results(lab.declaration, {}))
@@ -131,10 +147,52 @@ def test_a_sweep_widens_at_an_edge_and_its_best_rate_is_frozen(tmp_path):
 
 
 def test_widening_by_hand():
-    assert widened({1e-4: 0.5, 3e-4: 0.7, 9e-4: 0.6}, 3) is None
-    assert widened({1e-4: 0.5, 3e-4: 0.7}, 3) == pytest.approx(9e-4)
-    assert widened({1e-4: 0.7, 3e-4: 0.7}, 3) == pytest.approx(3.33e-5)  # of equals the lower one
-    assert best_rate({3e-4: 0.7, 1e-4: 0.7}) == 1e-4
+    def of(rates):
+        return {Point(rate): value for rate, value in rates.items()}
+
+    assert widened(of({1e-4: 0.5, 3e-4: 0.7, 9e-4: 0.6}), 3) is None
+    assert widened(of({1e-4: 0.5, 3e-4: 0.7}), 3) == pytest.approx(9e-4)
+    assert widened(of({1e-4: 0.7, 3e-4: 0.7}), 3) == pytest.approx(3.33e-5)  # of equals the lower one
+    assert best_point({Point(3e-4, 2): 0.7, Point(1e-4, 4): 0.7, Point(1e-4, 2): 0.7}) == Point(1e-4, 2)
+
+
+def test_batches_are_swept_like_rates(tmp_path):
+    runs = Runs()
+    _, cells = measured(tmp_path, runs, batches=(4, 8), set=("prompts.batch=16",))
+    good = cells["small"]["methods"]["good"]
+    assert (good["lr"], good["batch"]) == (0.00135, 4)  # 8 prompts cost .01
+    assert list(good["tried"])[:2] == ["5e-05 x 4", "5e-05 x 8"]
+    assert [len(values) for values in good["tried"].values()] == [2] * 8
+    assert not any("prompts.batch=16" in plan for plan in runs.settings)
+
+
+def test_no_method_is_tried_at_rates_of_its_own(tmp_path):
+    # Only `good` is best at the edge of 1.35e-3 in the end, and all are tried there.
+    _, cells = measured(tmp_path)
+    assert len({tuple(row["tried"]) for row in cells["small"]["methods"].values()}) == 1
+
+
+def test_a_known_rate_is_not_swept(tmp_path):
+    runs = Runs()
+    methods = {"grpo": entry(rate=4.5e-4), "good": entry(baseline="grpo")}
+    declaration = declared(methods=methods | {"same": entry(baseline="grpo")})
+    lab = Lab(declaration=declaration, folder=tmp_path, train=runs)
+    row = lab.measure("small")["methods"]["grpo"]
+    assert (row["lr"], row["tried"]) == (4.5e-4, {})
+    assert rate_variance(row, 2) == 0
+    assert not [run for run in runs.trained if run.startswith("grpo-") and "-s10" in run]
+
+
+def test_noise_of_a_sweep_by_hand():
+    # Two seeds: 4 resamples (00, 01, 10, 11) have means a: 0, .5, .5, 1 and b: .4, .4, .4, .4, so that b is chosen
+    # once and a three times. Over all seeds a has .5 and b .4: variance of (.4, .5, .5, .5) is 3/4 · 1/4 · .01.
+    row = {"tried": {"1e-4": [0.0, 1.0], "3e-4": [0.4, 0.4]}, "accuracy": [0.5, 0.5]}
+    assert rate_variance(row, 2) == pytest.approx(0.001875)
+    # Kept means: the fresh seeds deviate by .2, so that of four sweep seeds by .1, and b − a = −.1 is exceeded by
+    # normal noise of .1·√2 with probability .24: variance .24 · .76 · .01.
+    row = {"tried": {"1e-4": 0.5, "3e-4": 0.4}, "accuracy": [0.3, 0.7, 0.5]}
+    assert rate_variance(row, 4) == pytest.approx(0.24 * 0.76 * 0.01, rel=0.05)
+    assert rate_variance({"tried": {"1e-4": 0.5}, "accuracy": [0.5]}, 4) == 0
 
 
 def test_accuracy_is_compared_at_equal_tokens_and_at_equal_steps(tmp_path):
@@ -144,8 +202,14 @@ def test_accuracy_is_compared_at_equal_tokens_and_at_equal_steps(tmp_path):
     assert row["accuracy"] == pytest.approx([0.5, 0.51, 0.52], abs=1e-4)
     assert row["end"] == pytest.approx([0.56, 0.572, 0.584], abs=1e-4)
     assert row["steps"] == pytest.approx([10 / 3] * 3, abs=1e-4)
-    tokens, steps, trained = (p for p in cells["small"]["pairs"] if (p["better"], p["worse"]) == ("good", "grpo"))
-    assert (tokens["at"], steps["at"], trained["at"]) == (1000, 4, 1000)
+    pairs = {p["axis"]: p for p in cells["small"]["pairs"] if (p["better"], p["worse"]) == ("good", "grpo")}
+    tokens, steps = pairs["tokens"], pairs["steps"]
+    assert {axis: p["at"] for axis, p in pairs.items()} == {
+        "tokens": 1000, "processed": 1000, "steps": 4, "trained": 1000,
+    }  # fmt: skip
+    # Of each iteration 300 sampled tokens, 30 of prompts and 60 of scoring: 1.3 processed tokens for one.
+    assert row["processed"] == pytest.approx([1300] * 3)
+    assert row["seconds"] == pytest.approx([10 / 3] * 3, abs=1e-4)
     assert tokens["accuracies"][0][0] - tokens["accuracies"][1][0] == pytest.approx(0.1, abs=1e-4)
     assert steps["took"]["tokens"] == [1200, 1200]
 
@@ -155,11 +219,69 @@ def test_verdicts_follow_the_corrected_p_value(tmp_path):
     verdicts = Results(declaration, cells).verdicts()
     words = {name: v.word for name, v in verdicts.items()}
     assert words == {
-        "good": "shown", "same": "undecided", "steps": "shown", "less": "refuted here", "large": "not testable here",
-    }  # fmt: skip
+        "good": "shown",
+        "same": "no difference above .05",
+        "steps": "shown",
+        "less": "refuted here",
+        "large": "not testable here",
+    }
     # differences of same: 0, .001, 0 → t = 1, p = .4226; the largest of four
     assert verdicts["same"].result.p == pytest.approx(0.4226, abs=1e-3)
     assert verdicts["same"].corrected == pytest.approx(0.4226, abs=1e-3)
+    # Every claim here was made up after the data, so that no prediction counts; once they are committed before, all do.
+    assert all(v.late for v in verdicts.values() if v.result)
+    assert not any(sum(counts.values()) for counts in Results(declaration, cells).scored().values())
+    cells["small"]["claims"] = list(declaration.claims)
+    assert Results(declaration, cells).scored()["higher"] == {"right": 2, "wrong": 2, "open": 0}
+
+
+def test_words_by_hand():
+    def word(differences, tests=1):
+        result = paired(differences, tests=tests)
+        return _word(result, min(tests * result.p, 1.0))
+
+    # Mean 0, deviation .02 of four: error .01, t(.95, 3) = 2.353, so the 90 % interval is ± .024.
+    assert word([0.02, -0.02, 0.014, -0.014]) == "no difference above .05"
+    assert word([0.2, -0.2, 0.14, -0.14]) == "undecided"
+    assert word([0.2, 0.22, 0.18]) == "shown"
+    # p = .002·(…): t = 17.3 with two degrees of freedom, p = .0033; of 20 tests that is .067.
+    assert word([0.2, 0.22, 0.18], tests=20) == "undecided"
+    assert paired([0.2, 0.22, 0.18], tests=20).detectable > 2 * paired([0.2, 0.22, 0.18]).detectable
+
+
+def test_a_pair_through_a_common_opponent(tmp_path):
+    declaration, cells = measured(tmp_path)
+    results = Results(declaration, cells)
+    pair = results.pair("small", "good", "same", "steps")
+    good, same = (results.pair("small", m, "grpo", "steps") for m in ("good", "same"))
+    assert pair["accuracies"] == [good["accuracies"][0], same["accuracies"][0]]
+    assert pair["took"]["tokens"] == [1200, 1200]
+    assert results.pair("small", "good", "none", "steps") is None
+
+
+def test_a_result_of_an_earlier_rule_is_kept_and_says_so(tmp_path):
+    _, cells = measured(tmp_path)
+    assert Results(declared(), cells).earlier("small") == []
+    cells["small"]["sweep"] |= {"union": False, "sweep_seeds": [7]}
+    later = Results(declared(batches=(4, 8)), cells)
+    assert later.earlier("small") == ["1 seeds", "each method at rates of its own", "one batch size"]
+    assert "Rates were chosen by an earlier rule: 1 seeds, each" in cells_block(later)
+
+
+def test_raw_data_of_a_cell_in_progress(tmp_path):
+    declaration, _ = measured(tmp_path, Runs(broken=("same-",)))
+    lab = Lab(declaration=declaration, folder=tmp_path, train=Runs())
+    entry = lab.progress("small")
+    kinds = [run.partition("/")[0] for run in entry["finished"]]
+    assert (kinds.count("sweep"), kinds.count("runs")) == (
+        2 * 5 * 2,
+        2 * 3,
+    )  # all at 0, `same` is best at the lowest rate
+    file = tmp_path / "progress.json"
+    file.write_text(json.dumps({"cells": {"small": entry}}))
+    text = progress_block(Results(declaration, {}), file)
+    assert "[small](#small): in progress, no verdict. 20 runs of the sweep and 6 fresh runs" in text
+    assert progress_block(Results(declared(tokens=900), {}), file) == "Nothing."
 
 
 def test_a_budget_that_ends_before_the_second_step_decides_nothing(tmp_path):
@@ -177,7 +299,7 @@ def test_steps_that_are_asked_for_are_where_methods_are_compared(tmp_path):
 
 
 def test_failed_runs_are_listed_and_their_seeds_left_out(tmp_path):
-    declaration, cells = measured(tmp_path, Runs(broken=("good-lr0.00135-s1", "good-lr5e-05-s100")))
+    declaration, cells = measured(tmp_path, Runs(broken=("runs/good-lr0.00135-s1", "sweep/good-lr5e-05-s100")))
     # Where the runs are is nobody's business but the user's: results.json is published.
     assert cells["small"]["failed"] == {
         "good-lr0.00135-s1": "exit code 1, see small/runs/logs",
@@ -192,9 +314,9 @@ def test_failed_runs_are_listed_and_their_seeds_left_out(tmp_path):
 
 
 def test_methods_without_two_seeds_in_common_are_not_compared(tmp_path):
-    declaration, cells = measured(tmp_path, Runs(broken=("good-lr0.00135-s1", "good-lr0.00135-s2")))
+    declaration, cells = measured(tmp_path, Runs(broken=("runs/good-lr0.00135-s1", "runs/good-lr0.00135-s2")))
     assert cells["small"]["methods"]["good"]["seeds"] == [0]
-    assert [(p["better"], p["worse"]) for p in cells["small"]["pairs"]] == [("same", "grpo")] * 3
+    assert [(p["better"], p["worse"]) for p in cells["small"]["pairs"]] == [("same", "grpo")] * 4
     results = Results(declaration, cells)
     assert results.verdicts()["good"].word == "not yet measured"
     assert "nan" not in claims_block(results)
@@ -246,7 +368,8 @@ def test_pages_show_the_same_numbers(tmp_path):
     declaration, cells = measured(tmp_path)
     results = Results(declaration, cells)
     difference = "+0.100 [+0.100, +0.100]"
-    assert "Of 5 claims: 1 not testable here, 1 refuted here, 2 shown, 1 undecided." in claims_block(results)
+    count = "Of 5 claims: 2 shown, 1 refuted here, 1 no difference above .05, 1 not testable here."
+    assert claims_block(results).startswith(count)
     for text in (claims_block(results), paper_block(results, "grpo"), cells_block(results)):
         assert difference in text
     assert readme_block(results).startswith("- Of 5 claims: ")
@@ -369,7 +492,7 @@ def in_families(gains, few=()):
             for s in [1.0 if name in few else 9.0]
         ]
         cells[name] = Cell(title="A.", family=family, regime="", tokens=1000, methods=methods)
-        measured[name] = {"methods": dict.fromkeys(methods, ()), "pairs": pairs}
+        measured[name] = {"methods": {m: {} for m in methods}, "pairs": pairs}
     families = {f: Family(title=f, settings=(f"data={f}",)) for f, *_ in gains}
     declaration = Declaration(families=families, cells=cells, claims={})
     return Results(declaration, {n: {**m, "digest": declaration.digest(n)} for n, m in measured.items()})

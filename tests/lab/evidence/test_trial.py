@@ -1,16 +1,22 @@
-"""A method of one's own on the test bed: which cells it gets, what is said of its baseline, and the text by hand."""
+"""A method of one's own: which cells it gets, what is said of its baseline, verdicts by hand, and the command."""
 
+import argparse
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from creditgraph.lab.bench.methods import METHODS, Method
-from creditgraph.lab.evidence.declaration import Cell, Declaration, Entry, Family
+from creditgraph.lab.bench.methods import METHODS, TURNS, Method
+from creditgraph.lab.commands import evidence
+from creditgraph.lab.evidence.controls import in_thought
+from creditgraph.lab.evidence.declaration import DECLARED, Cell, Declaration, Entry, Family, read_declaration
 from creditgraph.lab.evidence.measure import forget
-from creditgraph.lab.evidence.trial import run_name, trial, trial_text, unfair
+from creditgraph.lab.evidence.trial import CODES, is_of_turns, judge, run_name, trial, trial_text, unfair
 from creditgraph.lab.evidence.verdicts import Results
 from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.jagged import Jagged
 
 KNOWN = {method.name: method for method in METHODS}
 MINE = Method("mine,prompts.batch=8", "mine", ("prompts.batch=8",))
@@ -28,14 +34,17 @@ def declared():
         "small": cell("a", 500, grpo, other, rates=(1e-5, 1e-4), seeds=4, every=3),
         "other first": cell("a", 100, other, grpo),
         "settings": cell("a", 100, Entry(recipe="toy_grpo", set=("prompts.batch=4",))),
-        "cell settings": cell("b", 100, grpo, set=("prompts.batch=4",)),
+        "old": cell("a", 100, grpo, withdrawn="It says nothing."),
         "b": cell("b", 700, grpo),
+        "turns": cell("b", 50, Entry(recipe="toy_grpo_thoughts")),
     }
-    return Declaration(families={f: Family(title=f, settings=(f"data={f}",)) for f in "ab"}, cells=cells, claims={})
+    recipe = {f: Cell(title="A.", family=f, regime="", tokens=300, methods={"grpo": grpo}) for f in "ab"}
+    families = {f: Family(title=f, settings=(f"data={f}",)) for f in "ab"}
+    return Declaration(families=families, cells=cells, claims={}, recipe=recipe)
 
 
-def test_each_family_has_the_budget_of_its_shortest_cell_of_plain_grpo():
-    own = trial(declared(), MINE, KNOWN["grpo_4_steps"])
+def test_in_full_each_family_has_the_budget_of_its_shortest_cell_of_plain_grpo():
+    own = trial(declared(), MINE, KNOWN["grpo_4_steps"], full=True)
     assert {name: (c.family, c.tokens) for name, c in own.cells.items()} == {"small": ("a", 500), "b": ("b", 700)}
     small = own.cells["small"]
     assert (small.rates, small.seeds, small.every) == ((1e-5, 1e-4), 4, 3)
@@ -43,8 +52,31 @@ def test_each_family_has_the_budget_of_its_shortest_cell_of_plain_grpo():
         "grpo_4_steps": Entry(recipe="toy_grpo", set=("learner.minibatches=4",)),
         "mine_prompts.batch_8": Entry(recipe="mine", set=("prompts.batch=8",), baseline="grpo_4_steps"),
     }
-    with pytest.raises(ConfigError, match="--recipe toy_grpo is its own baseline; name another"):
+    assert list(trial(declared(), MINE, TURNS[0], full=True, turns=True).cells) == ["turns"]
+    with pytest.raises(ConfigError, match="toy_grpo is its own baseline; name another"):
         trial(declared(), Method("toy_grpo", "toy_grpo"), KNOWN["grpo"])
+
+
+def test_in_short_two_families_have_controls():
+    own = trial(declared(), MINE, KNOWN["grpo"])
+    assert list(own.cells) == ["a", "b"]
+    assert list(own.cells["a"].methods) == ["grpo", "oracle", "flipped", "mine_prompts.batch_8"]
+    four = trial(declared(), MINE, KNOWN["grpo_4_steps"]).cells["a"]
+    assert {n: four.baseline_of(n) for n in four.methods} == {
+        "grpo": "", "oracle": "grpo", "flipped": "grpo", "grpo_4_steps": "grpo", "mine_prompts.batch_8": "grpo_4_steps",
+    }  # fmt: skip
+
+
+def test_the_shipped_declaration_has_both_forms():
+    declaration = read_declaration(DECLARED)
+    short = trial(declaration, KNOWN["rrpo"], KNOWN["grpo"])
+    assert len({c.family for c in short.cells.values()}) == 2
+    assert all(c.methods["oracle"].rate == c.methods["flipped"].rate > 0 for c in short.cells.values())
+    full = {c.family for c in trial(declaration, KNOWN["rrpo"], KNOWN["grpo"], full=True).cells.values()}
+    assert len(full) == 10
+    assert "chains_reset" in full
+    assert is_of_turns(Method("x", "toy_gigpo_thoughts"))
+    assert not is_of_turns(KNOWN["grpo"])
 
 
 def test_a_baseline_with_other_steps_is_named():
@@ -54,41 +86,57 @@ def test_a_baseline_with_other_steps_is_named():
     assert said.startswith("s_trace takes other optimiser steps per batch (learner 4 × 1) than grpo (learner 1 × 1)")
 
 
-def results(own, gains, fewest=9.0):
-    """Cell → entry in which mine gains so much over the baseline, with both of two seeds."""
-    base, mine = "grpo", run_name(MINE)
+def results(gain, oracle=0.2, flipped=-0.2, spread=0.01, fewest=9.0):
+    """The short form, in which methods gain so much in both families, more and less by `spread` with the two seeds."""
+    own = trial(declared(), MINE, KNOWN["grpo"])
+    gains = {"oracle": oracle, "flipped": flipped, run_name(MINE): gain}
     cells = {}
-    for name, gain in gains.items():
-        rows = {base: {"accuracy": [0.5, 0.5], "lr": 1e-4}, mine: {"accuracy": [0.5 + gain] * 2, "lr": 3e-4}}
-        pair = {"better": mine, "worse": base, "axis": "tokens", "fewest_steps": [fewest, 9.0]}
-        pair |= {"accuracies": [[0.5 + gain] * 2, [0.5] * 2], "took": {"steps": [11.0, 12.0]}}
-        cells[name] = {"digest": own.digest(name), "methods": rows, "pairs": [pair]}
+    for name in own.cells:
+        rows = {"grpo": {"accuracy": [0.5, 0.5], "lr": 1e-4, "tried": {}}}
+        pairs = []
+        for method, more in gains.items():
+            accuracies = [[0.5 + more - spread, 0.5 + more + spread], [0.5, 0.5]]
+            rows[method] = {"accuracy": accuracies[0], "lr": 3e-4, "tried": {}}
+            pair = {"better": method, "worse": "grpo", "axis": "tokens", "fewest_steps": [fewest, 9.0]}
+            pairs.append(pair | {"accuracies": accuracies, "took": {"steps": [11.0, 12.0]}})
+        cells[name] = {"digest": own.digest(name), "methods": rows, "pairs": pairs}
     return Results(own, cells)
 
 
-def cells(text):
-    """A table without what aligns its columns."""
-    return re.sub(" +", " ", text)
+def test_verdicts_by_hand():
+    # Of each family a deviation of .0141 of two: error .01, of the mean of both .0071, with two degrees of freedom
+    # t(.975) = 4.303 and t(.95) = 2.920: 95 % within ± .030, 90 % within ± .021.
+    assert judge(results(0.04), MINE).word == "helps"
+    assert judge(results(-0.04), MINE).word == "hurts"
+    assert judge(results(0.005), MINE).word == "no difference above .03"
+    noisy = judge(results(0.02), MINE)
+    assert (noisy.word, noisy.result.pairs) == ("too noisy", 4)
+    assert "a difference of 0.0" in noisy.reason
+    for wrong, control in (({"oracle": 0.02}, "oracle"), ({"flipped": 0.0}, "flipped"), ({"fewest": 1.0}, "oracle")):
+        found = judge(results(0.04, **wrong), MINE)
+        assert found.word == "too noisy"
+        assert f"the control {control} is not seen" in found.reason
+    assert len(set(CODES.values())) == 4
+    assert not {1, 2} & set(CODES.values())
 
 
 def test_the_text_by_hand():
-    own = trial(declared(), MINE, KNOWN["grpo"])
-    text = cells(trial_text(results(own, {"small": 0.2, "b": -0.1}), MINE, KNOWN["grpo"]))
-    row = "0.500 ± 0.000 at 0.0001 | 0.700 ± 0.000 at 0.0003 | +0.200 [+0.200, +0.200] | 0.000 | 12 and 11 |"
-    assert f"| a | 500 | {row}" in text
-    # t(.975, 1) = 12.706, and the deviation of .2 and −.1 over √2 is .15.
+    text = re.sub(" +", " ", trial_text(results(0.2), MINE, KNOWN["grpo"]))
+    row = "0.500 ± 0.000 at 0.0001 | 0.700 ± 0.014 at 0.0003 | +0.200 [+0.073, +0.327] | 12 and 11 |"
+    assert f"| a | mine_prompts.batch_8 | {row}" in text
     assert text.endswith(
-        "mine prompts.batch=8 is ahead of grpo in 1 of 2 families; mean of families +0.050 [-1.856, +1.956], "
-        "with families as the units."
+        "mine,prompts.batch=8 against grpo: helps: +0.200 [+0.170, +0.230], with seeds within families as the units."
     )
-    slow = trial_text(results(own, {"small": 0.2}, fewest=1.0), MINE, KNOWN["grpo"])
-    assert "not ranked: fewer than two optimiser steps" in slow
-    assert "ahead" not in slow
-    assert trial_text(Results(own, {}), MINE, KNOWN["grpo"]) == "Not measured yet."
-    failed = results(own, {"b": 0.1})
-    failed.cells["b"] = {"methods": {"grpo": failed.cells["b"]["methods"]["grpo"]}, "pairs": []}
-    text = cells(trial_text(failed, MINE, KNOWN["grpo"]))
-    assert "| b | 700 | 0.500 ± 0.000 at 0.0001 | failed | – | – | – |" in text
+    assert trial_text(Results(trial(declared(), MINE, KNOWN["grpo"]), {}), MINE, KNOWN["grpo"]) == "Not measured yet."
+
+
+def test_the_positive_control_blames_one_thought():
+    tokens = Jagged.from_rows([[1, 1, 1, 1, 1], [1, 1, 1], [1, 1]], torch.int32)
+    ends = Jagged.from_rows([[2, 3, 5], [1, 3], []], torch.int32)
+    rows = SimpleNamespace(response_tokens=tokens, thought_ends=ends)
+    inside = tokens.with_values(in_thought(rows, torch.tensor([2, 2, 1]))).to_lists()
+    # Thoughts of 2, 1 and 2 tokens, of 1 and 2, and a response without thoughts, which counts as one.
+    assert inside == [[False, False, True, False, False], [False, True, True], [True, True]]
 
 
 def test_the_runs_of_one_method_are_forgotten(tmp_path):
@@ -100,3 +148,24 @@ def test_the_runs_of_one_method_are_forgotten(tmp_path):
     assert sorted(p.name for p in (tmp_path / "small").glob("*/*")) == sorted([names[0], names[2]] * 2)
     forget(tmp_path, ["small"])
     assert not list(tmp_path.iterdir())
+
+
+def called(*arguments):
+    parser = argparse.ArgumentParser()
+    evidence.configure(parser)
+    return evidence.main(parser.parse_args(arguments))
+
+
+def test_mistakes_and_the_estimate(tmp_path, capsys):
+    for arguments, text in (
+        (["learner.minibatches=4"], "expected recipe=NAME"),
+        (["recipe=toy_gpro"], "no recipe 'toy_gpro'. Did you mean"),
+        (["recipe=toy_gigpo_thoughts"], "plays episodes, which the short form has no family for; add --full"),
+        (["recipe=toy_grpo"], "toy_grpo is its own baseline"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            called(*arguments)
+    assert called("recipe=toy_rrpo", "--estimate", "--out", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    # Each family: 3 rates · 4 seeds of the method, and 6 fresh runs of each of four methods, at 9 s.
+    assert re.findall(r"(\w+) +(\d+) s\n", out) == [("chains", "324"), ("chains_many", "324")]
