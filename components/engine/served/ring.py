@@ -59,4 +59,4 @@ class Ring:
         loads = sum(server.outstanding for server in usable)
         limit = min(most, max(WHOLE, math.ceil(SLACK * (loads + 1) / len(usable))))
         around = [*usable[at:], *usable[:at]]
-        return next((s for s in around if s.outstanding < limit), None)  # type: ignore[return-value]
+        return next((s for s in around if s.outstanding < limit), None)
