@@ -68,7 +68,7 @@ def test_tables_of_completions_of_trl(tmp_path, capsys):
 
 def patches(folder):
     """The two blocks of code of the page that add columns to verl's dumps, as files."""
-    blocks = re.findall(r'```python title="more_columns[^"]*"\n(.*?)```', PAGE.read_text(), re.DOTALL)
+    blocks = re.findall(r'```python title="mine.py, of the [^"]*"\n(.*?)```', PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     for number, block in enumerate(blocks):
         assert len([line for line in block.splitlines() if line.strip()]) == 10
