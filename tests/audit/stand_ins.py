@@ -43,25 +43,6 @@ def compute_grpo_outcome_advantage(
     return token, token
 
 
-def compute_policy_loss_vanilla(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config=None,
-    rollout_is_weights=None,
-):
-    """verl: (loss, metrics); its configuration is an object with attributes and `get`."""
-    assert config is not None
-    assert rollout_is_weights is None
-    assert loss_agg_mode == "token-mean"
-    loss = clipped(ratio_of(log_prob, old_log_prob), advantages, config.clip_ratio_low, config.clip_ratio_high)
-    dual = torch.minimum(loss, -advantages * config.get("clip_ratio_c", 3.0))
-    loss = torch.where(advantages < 0, dual, loss)
-    return (loss * response_mask).sum() / response_mask.sum(), {"ppo_kl": 0.0}
-
-
 def compute_policy_loss(ppo_kl, advantages, eps_clip, eps_clip_high, eps_clip_c=None):
     """slime: (loss of each token, clipped); `ppo_kl` is log π_old − log π."""
     ratio = (-ppo_kl).clamp(-20, 20).exp()
@@ -96,7 +77,7 @@ def calculate_baseline_and_std_per_prompt(prompts, rewards, valid_mask, leave_on
 
 
 MODULES = {
-    "verl.trainer.ppo.core_algos": (compute_grpo_outcome_advantage, compute_policy_loss_vanilla),
+    "verl.trainer.ppo.core_algos": (compute_grpo_outcome_advantage,),
     "slime.utils.ppo_utils": (compute_policy_loss,),
     "openrlhf.models.loss": (PolicyLoss,),
     "nemo_rl.algorithms.utils": (calculate_baseline_and_std_per_prompt,),

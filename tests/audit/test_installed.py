@@ -28,7 +28,6 @@ VERL = {
     "verl:gspo": set(),
     "verl:sapo": set(),
     "verl:cispo": set(),
-    "verl:dppo_tv": set(),
     "verl:kl_cov": set(),
     "verl:gae!": {
         "other_groups",
@@ -36,7 +35,7 @@ VERL = {
         "credit_outside",
     },  # whitening over the batch; whitened outside the mask too
     "verl:grpo!": {"invalid_rows"},  # a row that is masked whole stays in the mean of its group
-    "verl:opo!": set(),
+    "verl:opo!": {"idle_settings"},  # its epsilon is read nowhere
 }
 
 

@@ -118,8 +118,8 @@ def test_columns_may_be_given_with_commas_or_in_several_options(tmp_path, capsys
     file = str(table(tmp_path, rows))
     assert main(["audit", file, "--columns", "reward=points,group=prompt"]) == 0
     assert main(["audit", file, "--columns", "reward=points", "--columns", "group=prompt"]) == 0
-    assert main(["audit", file, "--columns", "reward=pionts,group=prompt"]) not in (0, 1)
-    assert "pionts is missing. Name them: --columns reward=COLUMN. Did you mean 'points'?" in capsys.readouterr().err
+    assert main(["audit", file, "--columns", "reward=poinds,group=prompt"]) not in (0, 1)
+    assert "poinds is missing. Name them: --columns reward=COLUMN. Did you mean 'points'?" in capsys.readouterr().err
 
 
 def test_the_uid_of_verl_is_read_as_prompt_rollout_and_output(tmp_path):

@@ -67,12 +67,14 @@ class Batch:
     @property
     def dones(self) -> Bools:
         """bool [N, T]: True at each row's last response token."""
-        return np.arange(self.width)[None, :] == self.last[:, None]
+        ends: Bools = np.arange(self.width)[None, :] == self.last[:, None]
+        return ends
 
     @property
     def next_values(self) -> Floats:
         """float64 [N, T]: the value after each token, 0 after the last one."""
-        return np.concatenate([self.values[:, 1:], np.zeros((len(self), 1))], axis=1) * ~self.dones
+        after: Floats = np.concatenate([self.values[:, 1:], np.zeros((len(self), 1))], axis=1) * ~self.dones
+        return after
 
     @property
     def last_values(self) -> Floats:

@@ -160,7 +160,9 @@ def generalised(target: AdvantageTarget) -> Finding:
     except Exception as error:  # what a function from outside raises is its refusal
         return skipped(f"not judged: raises {raised_text(error)}")
     pairs = [(g, w) for w in TRIED["lam"][: 1 if lam else None] for g in TRIED["gamma"][: 1 if gamma else None]]
-    fitting = {}  # words → γ, λ; the right form before faults, which may agree with it at other γ and λ
+    fitting: dict[
+        str, tuple[float, float]
+    ] = {}  # words → γ, λ; the right form before faults, which may agree with it at other γ and λ
     for g, w in pairs:
         held = [dict(forms(batch, g, w)) for batch in BATCHES]
         for words in held[0]:

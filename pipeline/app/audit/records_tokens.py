@@ -157,10 +157,13 @@ def sampled(records: Records) -> Finding:
     assert engine is not None
     ours = next((records.logprobs[kind] for kind in ("old_logprob", "logprob") if kind in records.logprobs), None)
     # An engine returns no number, or exactly 0, for a token that it was given.
-    silent = records.mask & (np.isnan(engine) | ((engine == 0) & (ours < -0.5) if ours is not None else False))
+    given: Bools = np.isnan(engine)
+    if ours is not None:
+        given = given | ((engine == 0) & (ours < -0.5))
+    silent: Bools = records.mask & given
     if not silent.any():
         return passed("each trained token has a log-prob of the engine")
-    row = int(silent.any(1).nonzero()[0][0])
+    row = int(np.flatnonzero(silent.any(axis=1))[0])
     return Finding(
         verdict="fail",
         message=f"{int(silent.sum())} trained tokens of {int(silent.any(1).sum())} rows have no log-prob of the engine",
@@ -179,7 +182,8 @@ def prefixes(records: Records) -> Finding:
     for i, name in enumerate(records.columns["trajectory"]):
         rows[str(name)].append(i)
     prompts, responses = records.columns["prompt_ids"], records.columns["response_ids"]
-    bad, pairs, example = 0, 0, {}
+    bad, pairs = 0, 0
+    example: dict[str, Any] = {}
     for name, own in rows.items():
         for earlier, later in itertools.pairwise(own):
             before, now = [*prompts[earlier], *responses[earlier]], list(prompts[later])
