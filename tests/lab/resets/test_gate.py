@@ -80,7 +80,7 @@ def test_advice():
     )
     said = advice(by_hand(0.6), table(2.0, 2.2))
     assert said.startswith("Resets may pay")
-    assert said.endswith("; against it: share of tokens in suffixes 0.60 ± 0.01, wanted ≤ 0.3.")
+    assert said.endswith("; against it: share of tokens in suffixes 0.60 ± 0.01, expected ≤ 0.3.")
     said = advice(by_hand(0.2), table(0.7, 1.4))
     assert said.startswith("Stay with GRPO")
     assert said.endswith("though 1.40 with the true first error.")
