@@ -155,7 +155,8 @@ class ExternalEngine(Engine):
     @classmethod
     def files(cls, config: Any, world: int) -> int:
         """A connection per request that its servers work on at a time, and one for checks."""
-        return (config.servers or len(config.addresses)) * (config.pool.max_in_flight + 1)
+        connections: int = (config.servers or len(config.addresses)) * (config.pool.max_in_flight + 1)
+        return connections
 
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:

@@ -121,7 +121,7 @@ def read_curve(rows: Sequence[dict[str, Any]], metric: str = ACCURACY) -> Curve:
 def _trained_on(row: dict[str, Any], names: Sequence[str]) -> float:
     """Tokens of an engine in an iteration, those of its evaluation taken off."""
     evaluated = f"{EVALUATOR}/{names[0]}" in row
-    own = sum(row.get(f"{ENGINE}/{name}", 0.0) for name in names)
+    own = float(sum(row.get(f"{ENGINE}/{name}", 0.0) for name in names))
     others = [row.get(f"{EVALUATOR}/{name}", math.nan if name == "prefill_tokens" else 0.0) for name in names]
     return own - sum(others) if evaluated else own
 

@@ -73,7 +73,7 @@ class Results:
         if axis == "tokens" and self.withdrawn(cell):
             return None
         pairs = [p for p in self.cells.get(cell, {}).get("pairs", ()) if p["axis"] == axis]
-        known = {(p["better"], p["worse"]): p for p in pairs}
+        known: dict[tuple[str, str], dict[str, Any]] = {(p["better"], p["worse"]): p for p in pairs}
         if (better, worse) in known:
             return known[better, worse]
         for (method, other), pair in known.items():
