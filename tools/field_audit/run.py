@@ -95,7 +95,7 @@ def run_table(trainer: str, folder: Path | None, only: str = "", quick: bool = F
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if quick:
-        search._smallest = lambda *_: None  # type: ignore[assignment]
+        search._smallest = lambda *_: None
     table = table_of(trainer)
     source = Source(None if folder is None else folder / table.folder, table.package)
     for entry in table.entries:
