@@ -103,12 +103,14 @@ def test_a_verifier_that_was_chosen_stays_and_is_refused_where_it_cannot_read_th
         (
             ["sampler.mode=thought"],
             "data.train: 'sampler' samples thought by thought, but template 'chat' does not ask for steps that "
-            "end with </thought>; set data.train.template=thought, or sampler.mode=plain.",
+            "end with </thought>; set data.train.template=thought, or sampler.mode=line (each line of a "
+            "response is a thought), sentence or plain.",
         ),
         (
             ["evaluator.mode=thought"],
             "data.eval: 'evaluator' samples thought by thought, but template 'chat' does not ask for steps that "
-            "end with </thought>; set data.eval.template=thought, or evaluator.mode=plain.",
+            "end with </thought>; set data.eval.template=thought, or evaluator.mode=line (each line of "
+            "a response is a thought), sentence or plain.",
         ),
         (["data.train.templat=chat"], "data.train.templat: unknown setting. Did you mean 'template'?"),
         (
