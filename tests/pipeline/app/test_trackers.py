@@ -262,7 +262,10 @@ def test_the_final_pass_has_a_step_of_its_own(tmp_path, monkeypatch):
 
     steps = []
     fake = SimpleNamespace(
-        log=lambda values, step: steps.append(step), define_metric=lambda *a, **k: None, finish=lambda: None
+        log=lambda values, step: steps.append(step),
+        define_metric=lambda *a, **k: None,
+        finish=lambda: None,
+        url="https://wandb.example/run",
     )
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     for total, logged in ((2, (0, 1, 2)), (4, (2, 3, 4))):
@@ -270,6 +273,7 @@ def test_the_final_pass_has_a_step_of_its_own(tmp_path, monkeypatch):
         for iteration in logged:
             sink.log(iteration, {})
         sink.close()
+    assert (tmp_path / "wandb_url").read_text() == "https://wandb.example/run"  # the report links to it
     assert steps == [0, 2, 3, 4, 6, 7]
 
 
@@ -279,7 +283,10 @@ def test_closing_waits_for_the_process_that_writes_the_file(tmp_path, monkeypatc
 
     called = []
     fake = SimpleNamespace(
-        log=lambda *a, **k: None, define_metric=lambda *a, **k: None, finish=lambda: called.append("finish")
+        log=lambda *a, **k: None,
+        define_metric=lambda *a, **k: None,
+        finish=lambda: called.append("finish"),
+        url=None,  # offline
     )
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     monkeypatch.setattr(wandb, "teardown", lambda: called.append("teardown"))
