@@ -146,10 +146,10 @@ def extra_of(error: ImportError) -> str:
     return next((name for name, packages in EXTRAS.items() if missing in packages.split()), "")
 
 
-def not_installed(package: str, use: str) -> list[str]:
-    """A sentence with the extra to install, unless the package is there; imports nothing."""
+def not_installed(package: str, use: str, otherwise: str = "") -> list[str]:
+    """A sentence with the extra to install (as `extra` gives it), unless the package is there; imports nothing."""
     try:
-        with extra(package, use):
+        with extra(package, use, otherwise):
             find_package(package)
     except MissingExtraError as error:
         return [str(error)]

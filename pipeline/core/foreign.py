@@ -97,7 +97,7 @@ def ours(name: str) -> str:
     """ " Here it is called …" for a setting of TRL or verl, by the last part of its name; "" for any other name.
 
     >>> ours("actor_rollout_ref.rollout.n")
-    " Here it is called sampler.group_size."
+    ' Here it is called sampler.group_size.'
     """
     found = OURS.get(name.rpartition(".")[2])
     return f" Here it is called {found}." if found else ""

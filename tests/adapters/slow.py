@@ -18,17 +18,17 @@ def turns(mask):
     return out
 
 
-def normalised(values, eps=1e-6):
+def normalised(values, unbiased=False, eps=1e-6):
     mean = sum(values) / len(values)
-    std = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - unbiased, 1))
     return [(v - mean) / (std + eps) for v in values]
 
 
-def by_key(values, keys):
+def by_key(values, keys, unbiased=False):
     out = [0.0] * len(values)
     for key in set(keys):
         rows = [i for i, k in enumerate(keys) if k == key]
-        for i, a in zip(rows, normalised([values[i] for i in rows]), strict=True):
+        for i, a in zip(rows, normalised([values[i] for i in rows], unbiased), strict=True):
             out[i] = a
     return out
 
@@ -48,14 +48,14 @@ def grpo(mask, rewards, group):
 
 
 def gigpo(mask, turn_rewards, group, states, omega, gamma=0.95):
-    episode = by_key([sum(r) for r in turn_rewards], group)
+    episode = by_key([sum(r) for r in turn_rewards], group, unbiased=True)
     returns, keys, where = [], [], []
     for i, rewards in enumerate(turn_rewards):
         for t in range(len(rewards)):
             returns.append(sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))))
             keys.append((group[i], states[i][t]))
             where.append(i)
-    step = by_key(returns, keys)
+    step = by_key(returns, keys, unbiased=True)
     out = [[] for _ in mask]
     for i, a in zip(where, step, strict=True):
         out[i].append(episode[i] + omega * a)

@@ -71,7 +71,8 @@ def run(case: Case) -> tuple[bool, str]:
         sentence, one, left = "; ".join(problems), len(problems) == 1, []
     else:
         small = [*SMALL, "run.name=r"] if case.starts else SMALL[-1:]
-        returned, said, left = _trained(["recipe=toy_grpo", *small, case.mistake])
+        recipe = [] if case.mistake.startswith("recipe=") else ["recipe=toy_grpo"]
+        returned, said, left = _trained([*recipe, *small, case.mistake])
         lines = said.partition("creditgraph train: ")[2].splitlines()
         sentence = re.sub(r"^ +1\. ", "", lines[-1]) if lines else said
         # A second line is a heading, "…: 1 problem", and the sentence with its number.

@@ -19,7 +19,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("learner.optimizer.lr=abc", "learner.optimizer.lr: expected float, got 'abc' (str)."),
     ("learner.optimizer.lr=true", "learner.optimizer.lr: expected float, got True (bool)."),
     ("learner.optimizer.lr=[1]", "learner.optimizer.lr: expected float, got [1] (list)."),
-    ("learner.optimizer=3", "learner.optimizer: expected settings as 'name: value' pairs, got 3 (int)."),
+    (
+        "learner.optimizer=3",
+        "learner.optimizer: expected settings as 'name: value' pairs, got 3 (int). Its settings begin with …",
+    ),
     ("learner.optimizer.lrr=1", "learner.optimizer.lrr: unknown setting. Did you mean 'lr'?"),
     ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas: expected 2 values (tuple[float, float]), got 1."),
     ("learner.optimizer.weight_decay=-1", "learner.optimizer: expected lr, weight_decay, grad_clip and warmup ≥ …"),
@@ -52,7 +55,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("sampler.max_tokens=-5", "sampler, evaluator: expected max_tokens ≥ 1, got -5."),
     (
         "sampler.mode=thougt",
-        "sampler.mode, evaluator.mode: expected 'plain' or 'thought', got 'thougt' (str). Did …",
+        "sampler.mode, evaluator.mode: expected 'plain' or 'thought' or 'line' or 'sentence', got 'thougt' (str). …",
     ),
     ("sampler.group_sze=4", "sampler.group_sze: unknown setting. Did you mean 'group_size'?"),
     (
@@ -90,12 +93,12 @@ MISTAKES: list[tuple[str, str]] = [
     ("run.overlap=maybe", "run.overlap: expected bool, got 'maybe' (str)."),
     ("run.checkpoint.every=-1", "run.checkpoint: every -1 and keep 2: expected every ≥ 0 and keep ≥ 1."),
     ("run.checkpoint.keep=0", "run.checkpoint: every 10 and keep 0: expected every ≥ 0 and keep ≥ 1."),
-    ("run.checkpoint=5", "run.checkpoint: expected settings as 'name: value' pairs, got 5 (int)."),
+    ("run.checkpoint=5", "run.checkpoint: expected settings as 'name: value' pairs, got 5 (int). Its settings begin …"),
     ("run.record.every=-1", "run.record: every -1: expected 0 (nothing) or more."),
     ("run.record.outputs=[nothing.here]", "run.record.outputs: no output 'nothing.here' in this graph. Known: …"),
     ("run.record.outputs=5", "run.record.outputs: expected list[str] or str, got 5 (int)."),
     ("run.wandb.mode=on", "run.wandb.mode: expected 'disabled' or 'offline' or 'online', got 'on' (str)."),
-    ("run=5", "run: expected settings as 'name: value' pairs, got 5 (int)."),
+    ("run=5", "run: expected settings as 'name: value' pairs, got 5 (int). Its settings begin with run.name (str)."),
     ("model.path=", "model: path: expected a folder, a hub name 'owner/name' or 'tiny', got ''."),
     ("model.dtype=float33", "model.dtype: expected 'float32' or 'bfloat16', got 'float33' (str). Did you mean …"),
     ("model.max_context=-1", "model: max_context -1: expected tokens ≥ 1, or 0 for the model's own limit."),
@@ -143,7 +146,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("learner.use=learner.hf:Learner", "learner.use: component 'learner.hf:Learner': module 'learner' cannot be …"),
     ("data=nothing", "override 'data=nothing': no data named 'nothing'. Known: acereason_math, aime_2024, …"),
     ("run.trace.every=abc", "run.trace.every: unknown setting. Known: enabled, megabytes."),
-    ("evaluator.mode=x", "evaluator.mode: expected 'plain' or 'thought', got 'x' (str)."),
+    ("evaluator.mode=x", "evaluator.mode: expected 'plain' or 'thought' or 'line' or 'sentence', got 'x' (str)."),
     ("sampler.stop=3", "sampler.stop: expected tuple[str, ...], got 3 (int)."),
     ("sampler.top_k=-1", "sampler: expected top_k ≥ 0 (0 switches it off), got -1."),
     ("nodes.engine.config.max_rows=0", "engine: expected max_rows ≥ 1, got 0."),
@@ -154,7 +157,10 @@ MISTAKES: list[tuple[str, str]] = [
         "override 'nodes.engine.use=3': no effect, because the section 'engine' has the last …",
     ),
     ("nodes.engine.use=engine.vllm", "override 'nodes.engine.use=engine.vllm': no effect, because the section …"),
-    ("nodes.engine.config=3", "engine: expected settings as 'name: value' pairs, got 3 (int)."),
+    (
+        "nodes.engine.config=3",
+        "engine: expected settings as 'name: value' pairs, got 3 (int). Its settings begin with …",
+    ),
     (
         "nodes.learner.config.optimizer.lr=1",
         "override …: no effect, because the section 'learner' has the last word: learner.optimizer.lr=0.0001. Expected "
@@ -228,7 +234,7 @@ MISTAKES: list[tuple[str, str]] = [
         "run.trace.megabytes=-1",
         "run.trace: megabytes: expected more than 0, got -1.0; set enabled: false for no trace.",
     ),
-    ("model=", "override 'model=': no model named ''. Known: …"),
+    ("model=", "override 'model=': no model named ''. …"),
     ("model.dtype=int8", "model.dtype: expected 'float32' or 'bfloat16', got 'int8' (str)."),
     ("model.chat_template_kwargs=3", "model.chat_template_kwargs: expected dict[str, Any], got 3 (int)."),
     (
@@ -271,9 +277,9 @@ MISTAKES: list[tuple[str, str]] = [
 
 # Override that only the start of a run can find mistaken → sentence.
 STARTS: list[tuple[str, str]] = [
-    ("model.path=/nowhere", "… model.path '/nowhere': expected an existing folder, a hub name 'owner/name', or …"),
-    ("model.path=/etc/passwd", "… model.path '/etc/passwd': expected a folder in Hugging Face layout, got a file."),
-    ("model.path=./x/y/z", "… model.path './x/y/z': expected an existing folder, a hub name 'owner/name', or …"),
+    ("model.path=/nowhere", "…model.path '/nowhere': expected an existing folder, a hub name 'owner/name', or …"),
+    ("model.path=/etc/passwd", "…model.path '/etc/passwd': expected a folder in Hugging Face layout, got a file."),
+    ("model.path=./x/y/z", "…model.path './x/y/z': expected an existing folder, a hub name 'owner/name', or …"),
     ("model.max_context=100000000", "… expected model.max_context ≤ 512, the context of the model, got 100000000. …"),
     (
         "model.max_context=1",
@@ -281,8 +287,8 @@ STARTS: list[tuple[str, str]] = [
     ),
     ("data.train.split=nothing", "… chains: split 'nothing' does not exist. Known: eval, train, validation."),
     ("data.train.skip=100000", "… task 'chains': skip left out all of its 4000 usable rows. …"),
-    ("data.train={source: file, path: /nowhere.jsonl}", "… data file /nowhere.jsonl does not exist, expected one of …"),
-    ("data.train={source: file, path: /etc/passwd}", "… data file /etc/passwd: expected one of .jsonl, .json, …"),
+    ("data.train={source: file, path: /nowhere.jsonl}", "…data file /nowhere.jsonl does not exist, expected one of …"),
+    ("data.train={source: file, path: /etc/passwd}", "…data file /etc/passwd: expected one of .jsonl, .json, …"),
     ("prompts.max_tokens=1", "… all 4000 rows were rejected (4000 × prompt of N tokens; expected at most N…"),
     ("run.root=/dev/null", "/dev/null/r: cannot be written (Not a directory): a file is in the place of a folder; …"),
 ]

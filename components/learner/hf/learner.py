@@ -51,7 +51,7 @@ class HFLearner(HFNode, PolicyLearner):
     @classmethod
     def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
         """peft, for adapters."""
-        return not_installed("peft", "learner.lora.rank") if node.config.lora.rank else []
+        return not_installed("peft", "learner.lora.rank", "set learner.lora.rank=0") if node.config.lora.rank else []
 
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""

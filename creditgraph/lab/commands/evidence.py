@@ -20,9 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
         "examples:\n"
-        "  creditgraph evidence recipe=mine                          # against GRPO, two families, about five minutes\n"
-        "  creditgraph evidence recipe=mine prompts.batch=8 --against grpo_4_steps\n"
-        "  creditgraph evidence recipe=mine --full                   # every family, about an hour\n\n"
+        "  creditgraph evidence recipe=NAME                          # against GRPO, two families, about five minutes\n"
+        "  creditgraph evidence recipe=NAME prompts.batch=8 --against grpo_4_steps\n"
+        "  creditgraph evidence recipe=NAME --full                   # every family, about an hour\n\n"
         "exit code: 0 helps, 3 hurts, 4 no difference above .03, 5 too noisy; 1 a run failed, 2 a wrong call\n\n"
         + OVERRIDES_HELP
     )

@@ -17,7 +17,7 @@ KINDS = ("method", "environment", "verifier")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
-        "example:\n  creditgraph new method shaped     writes shaped.py, test_shaped.py, configs/recipe/shaped.yaml"
+        "example:\n  creditgraph new method shaped     # writes shaped.py, test_shaped.py, configs/recipe/shaped.yaml"
     )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("name", metavar="NAME", help="of the module and the recipe, such as shaped_reward")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("evaluation")
         (["suite=small", "model=tiny", "tasks.one.samples=2"], ["got k = 4 and 2 samples"]),
         (
             ["suite=small", "model=tiny", "tasks.one.template=chat"],
-            ["'tasks.one' samples thought by thought", "set tasks.one.template=thought, or tasks.one.mode=plain."],
+            ["'tasks.one' samples thought by thought", "set tasks.one.template=thought, or tasks.one.mode=line ("],
         ),
         (["suite=small", "model=tiny", "data.ones.path=x"], ["data.ones: no such task"]),
         (
