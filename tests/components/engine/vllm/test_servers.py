@@ -254,7 +254,7 @@ def test_a_stopped_server_costs_only_time_and_comes_back(connected, real):
 def test_a_run_whose_servers_are_all_killed_goes_on_with_the_same_command(
     real, undisturbed, tmp_path, capsys, monkeypatch
 ):
-    command = [*real.settings(tmp_path, "cut", 2, servers=1), "engine.pool.hang_seconds=2"]
+    command = [*real.settings(tmp_path, "cut", 2, servers=1), "engine.pool.hang_seconds=6"]
     check, killed = Rows._check, []
 
     def kill_while_it_generates(rows, *response):
