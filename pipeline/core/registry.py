@@ -32,6 +32,7 @@ BUILTIN: dict[str, str] = {
     "engine.local": "creditgraph.components.engine.local.engine:LocalEngine",
     "engine.vllm": "creditgraph.components.engine.vllm.engine:VllmEngine",
     "engine.sglang": "creditgraph.components.engine.sglang.engine:SGLangEngine",
+    "weights.average": "creditgraph.components.engine.average:WeightAverage",
     "environment.stop": "creditgraph.components.environment.stop:Stop",
     "environment.thoughts": "creditgraph.components.environment.thoughts:ThoughtTurns",
     "environment.calculator": "creditgraph.components.environment.calculator:Calculator",
