@@ -42,6 +42,7 @@ GRAPH_PAGES = {
     "sdpo": "self_teacher",
     "srpo_turns": "turns",
     "tree_turns": "turns",
+    "turn_ppo": "turns",
 }
 CLAUSE = re.compile(rf"({'|'.join(LABELS)})(?: \(([^)]*)\))?(?:: ([\w.]+(?:, [\w.]+)*))?\.?")
 

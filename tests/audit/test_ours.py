@@ -32,6 +32,7 @@ NOT_MADE = {
     "rlsd": "policy",
     "rredcot": "segments",
     "sdpo": "policy",
+    "turn_ppo": "turns",
     "vapo": "segments",
     "vineppo": "segments",
 }
@@ -44,6 +45,7 @@ DECLARED = {
     "maxrl": {"monotone", "reward_shift"},
     "p_trace": {"loss_chain", "loss_lengths"},
     "s_trace": {"loss_chain", "loss_lengths"},
+    "turn_ppo": {"loss_token_credit"},
 }
 
 

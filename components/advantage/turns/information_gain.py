@@ -14,7 +14,7 @@ from creditgraph.components.advantage.turns.base import (
     finite_episodes,
     start_values,
 )
-from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
+from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, next_values, returns_to_go
 from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
@@ -28,8 +28,7 @@ def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
         outcome: [N], the same on all turns of an episode.
         episodes: one row per episode.
     """
-    following = torch.cat([value[1:], value[:1]])
-    return torch.where(last_turns(episodes), outcome.double(), following - value)
+    return torch.where(last_turns(episodes), outcome.double(), next_values(value, episodes) - value)
 
 
 class InformationGain(ValuedTurnAdvantage):

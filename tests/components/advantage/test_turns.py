@@ -9,10 +9,10 @@ from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.advantage.trees.siblings import TreeSiblings
 from creditgraph.components.advantage.turns.gigpo import GiGPO
 from creditgraph.components.advantage.turns.information_gain import InformationGain
-from creditgraph.components.advantage.turns.turn_gae import TurnGAE, turn_gae
+from creditgraph.components.advantage.turns.turn_gae import TurnGAE
 from creditgraph.components.advantage.turns.turn_group import TurnGroup
 from creditgraph.components.rewards.episode import EpisodeRewards
-from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
+from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups, turn_gae
 from creditgraph.components.value.state_mean import StateMean
 from creditgraph.pipeline.core.errors import AlignmentError
 from creditgraph.pipeline.core.jagged import Jagged
