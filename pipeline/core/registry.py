@@ -91,6 +91,7 @@ BUILTIN: dict[str, str] = {
     "advantage.redistribute": "creditgraph.components.advantage.redistribute:Redistribute",
     "advantage.tree_siblings": "creditgraph.components.advantage.trees.siblings:TreeSiblings",
     "advantage.tree_paths": "creditgraph.components.advantage.trees.paths:TreePaths",
+    "advantage.tree_leaves": "creditgraph.components.advantage.trees.leaves:TreeLeaves",
     "advantage.counterfactual": "creditgraph.components.advantage.counterfactual:Counterfactual",
     "advantage.retry": "creditgraph.components.advantage.retry:RetryAdvantage",
     "advantage.self_teacher": "creditgraph.components.advantage.teachers.self_teacher:SelfTeacher",

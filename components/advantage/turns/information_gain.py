@@ -36,7 +36,8 @@ class InformationGain(ValuedTurnAdvantage):
 
     A turn's gain is that of the likelihood of the reference answer (the geometric mean of its tokens' probabilities, as
     value.answer_likelihood scores it) from its start to the next one's; the last turn has the outcome instead.
-    Source: 2510.14967; `separate` is the release's, second-hand.
+    Source: 2510.14967; `joint` and `separate` are those of one of two released versions, second-hand. The other one
+    centres the returns at each token position without a deviation, and is not built.
 
     Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
     being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m
