@@ -134,7 +134,7 @@ def across_block(results: Results) -> str:
         ahead = f"{sum(gain > 0 for gain in row.gains.values())} of {len(row.gains)}"
         extremes = [f"{gain:+.3f} `{family}`" for family, gain in (least, most)]
         rows.append([f"`{row.method}`", f"`{row.baseline}`", ahead, row.result.text(), *extremes])
-    head = ["method", "against", "families ahead", "mean of families [95 %]", "least", "most"]
+    head = ["method", "against", "families and models where it is higher", "mean [95 %]", "least", "most"]
     return table(head, rows) if rows else NOTHING
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +126,26 @@ def test_a_family_may_be_judged_by_another_metric_than_greedy_accuracy(tmp_path)
     lab.declaration.families["chains"] = other
     assert lab.plan("small", sweep=False).metric == "evaluator/mean_at_1"
     assert "Accuracy is `evaluator/mean_at_1`" in cells_block(Results(lab.declaration, {}))
+
+
+def test_a_family_with_a_model_of_its_own(tmp_path, monkeypatch):
+    lab = Lab(declaration=declared(), folder=tmp_path, train=Runs())
+    family, before = lab.declaration.families["chains"], lab.declaration.digest("small")
+    lab.declaration.families["chains"] = dataclasses.replace(family, warm_start="--seed 1")
+    # Results with another model are not those of this cell.
+    assert lab.declaration.digest("small") != before
+    assert lab.plan("small", sweep=False).overrides[-1] == f"model.path={tmp_path}/models/chains"
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        Path(command[-1]).mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):  # the second time it is there
+        lab.make_models(["small", "small"], lambda line: None)
+    assert commands == [["tools/make_tiny_model", "--seed", "1", "--out", f"{tmp_path}/models/chains.part"]]
 
 
 def test_a_sweep_widens_at_an_edge_and_its_best_rate_is_frozen(tmp_path):
