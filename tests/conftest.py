@@ -39,7 +39,7 @@ REAL_PROCESSES = (
     "components/learner/megatron",
     "components/sandbox",
     "pipeline/app/cluster",
-    "pipeline/app/evaluate/test_eval_vllm.py",
+    "lab/evaluate/test_eval_vllm.py",
     "pipeline/app/report/test_browser.py",
     "pipeline/run/distributed",
 )
@@ -60,7 +60,6 @@ SLOW_FILES = (
     "configs",
     "installed",
     "lab",
-    "pipeline/app/evaluate/test_eval.py",
     "pipeline/app/report/test_browser",
     "pipeline/app/test_cli.py",
     "pipeline/app/test_environment_check.py",
