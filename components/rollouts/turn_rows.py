@@ -1,7 +1,6 @@
 """Episodes whose turns are rows: per-episode views, returns, and rows that share a state."""
 
 from collections.abc import Iterable
-from difflib import SequenceMatcher
 from typing import NamedTuple
 
 import torch
@@ -138,32 +137,12 @@ def returns_to_go(rewards: Jagged, gamma: float = 1.0) -> Jagged:
     return rewards.with_values(padded[rewards.row_ids, rewards.positions])
 
 
-def state_groups(group: Tensor, state: list[str], similarity: float = 1.0) -> Tensor:
-    """int64 [N]: an id for each pair of `group` [N] and state key; a row whose state is unknown ("") has its own.
-
-    Below a `similarity` of 1, a state counts as the first one of its group, in the order of the rows, whose
-    `difflib.SequenceMatcher.ratio` with it is that large or larger.
-    """
-    if similarity < 1.0:
-        state = _representatives(group, state, similarity)
+def state_groups(group: Tensor, state: list[str]) -> Tensor:
+    """int64 [N]: an id for each pair of `group` [N] and state key; a row whose state is unknown ("") has its own."""
     ids: dict[tuple[int, str], int] = {}
     found = [ids.setdefault((g, s), len(ids)) if s else -1 for g, s in zip(group.tolist(), state, strict=True)]
     place = torch.tensor(found, dtype=torch.int64)
     return torch.where(place < 0, len(ids) + torch.arange(len(place)), place)
-
-
-def _representatives(group: Tensor, state: list[str], similarity: float) -> list[str]:
-    """The state that each one counts as."""
-    firsts: dict[int, list[str]] = {}
-    counts_as: dict[tuple[int, str], str] = {}
-    for g, s in zip(group.tolist(), state, strict=True):
-        if s and (g, s) not in counts_as:
-            known = firsts.setdefault(g, [])
-            near = next((other for other in known if SequenceMatcher(None, other, s).ratio() >= similarity), None)
-            if near is None:
-                known.append(s)
-            counts_as[g, s] = near or s
-    return [counts_as[g, s] if s else "" for g, s in zip(group.tolist(), state, strict=True)]
 
 
 def check_episode_rewards(rewards: Rewards, turns: Turns) -> None:

@@ -70,14 +70,10 @@ class GiGPO(TurnAdvantage):
         """γ, discount per turn in the returns that are compared within a state"""
         unbiased: bool = True
         """divide by n − 1 in `std`"""
-        similarity: float = 1.0
-        """states this similar (difflib's ratio) are one, in the order of the rows; 1: equal ones alone"""
 
         def __post_init__(self) -> None:
-            if not (0 <= self.gamma <= 1 and 0 < self.similarity <= 1):
-                raise ValueError(
-                    f"expected 0 ≤ gamma ≤ 1 and 0 < similarity ≤ 1, got {self.gamma} and {self.similarity}."
-                )
+            if not 0 <= self.gamma <= 1:
+                raise ValueError(f"expected 0 ≤ gamma ≤ 1, got {self.gamma}.")
 
     config: Config
 
@@ -108,7 +104,7 @@ class GiGPO(TurnAdvantage):
         episodes = by_episode(trajectories, turns)
         group, valid = trajectories.group, rewards.valid
         returns = returns_to_go(episodes, config.gamma).values
-        states = state_groups(group, turns.state, config.similarity)
+        states = state_groups(group, turns.state)
         _, place, peers = torch.unique(states, return_inverse=True, return_counts=True)
         return _Parts(
             outcome_advantage(rewards.value, group, valid, episodes, **how),

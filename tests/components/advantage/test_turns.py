@@ -102,14 +102,6 @@ def test_gigpo_divides_by_n_minus_1(toolbox, advantage):
     assert run(omega=0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
-def test_similar_states_are_one_in_the_order_of_the_rows():
-    group = torch.tensor([0, 0, 0, 0, 1])
-    state = ["room one", "room two", "a lake", "", "room one"]
-    # "room one" and "room two" share "room " and "o": ratio 2·6/16 = .75.
-    assert state_groups(group, state, 0.75).tolist() == [0, 0, 1, 6, 2]
-    assert state_groups(group, state, 0.76).tolist() == state_groups(group, state).tolist() == [0, 1, 2, 7, 3]
-
-
 def test_gae_by_hand():
     # Rewards 1, 2 and values 3, 4: δ = 1 + 4 − 3 = 2 and 2 + 0 − 4 = −2; λ = .5 gives 2 − 1 = 1 and −2.
     reward = Jagged.from_rows([[1.0, 2.0], [5.0]], torch.float64)
