@@ -134,7 +134,6 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def undocumented_metrics() -> Iterator[set[str]]:
     """Names that registered components have logged in this process without declaring them in `metrics`."""
-    from creditgraph.pipeline.core.metric import definition
     from creditgraph.pipeline.core.registry import BUILTIN
     from creditgraph.pipeline.run.node_runner import NodeReport, NodeRunner
 
@@ -142,9 +141,8 @@ def undocumented_metrics() -> Iterator[set[str]]:
 
     def watched(self: NodeRunner) -> NodeReport:
         if self.node.use in BUILTIN:
-            names = (
-                n for n in self.context.metrics if definition(self.node.cls.metrics_of(self.node.config), n) is None
-            )
+            known = self.node.cls.metrics_of(self.node.config)
+            names = (n for n in self.context.metrics if not any(metric.fits(n) for metric in known))
             undeclared.update(f"{self.node.use}: {n}" for n in names)
         return harvest(self)
 
