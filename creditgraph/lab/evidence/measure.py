@@ -217,7 +217,7 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
     for name, by_seed in curves.items():
         if by_seed:
             each = list(by_seed.values())
-            row = {
+            row: dict[str, Sequence[float]] = {
                 "seeds": list(by_seed),
                 "start": _rounded(c.accuracy[0] for c in each),
                 "accuracy": _rounded(c.at(cell.tokens) for c in each),
