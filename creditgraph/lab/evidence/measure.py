@@ -217,7 +217,7 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
     for name, by_seed in curves.items():
         if by_seed:
             each = list(by_seed.values())
-            methods[name] = {
+            row: dict[str, Sequence[float]] = {
                 "seeds": list(by_seed),
                 "start": _rounded(c.accuracy[0] for c in each),
                 "accuracy": _rounded(c.at(cell.tokens) for c in each),
@@ -225,7 +225,9 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
                 "steps": _rounded(c.of("steps", cell.tokens) for c in each),
                 "processed": _rounded(c.of("processed", cell.tokens) for c in each),
                 "seconds": _rounded(c.of("seconds", cell.tokens) for c in each),
+                "length": _rounded(c.of("length", cell.tokens) for c in each),
             }
+            methods[name] = {key: values for key, values in row.items() if not any(map(math.isnan, values))}
     known = [(a, b) for a, b in pairs if len(curves.get(a, {}).keys() & curves.get(b, {}).keys()) > 1]
     compared = [_pair(cell, curves, pair, axis) for pair in known for axis in AXES]
     return {"methods": methods, "pairs": [pair for pair in compared if not math.isnan(pair["at"])]}
