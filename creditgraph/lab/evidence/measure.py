@@ -57,18 +57,21 @@ class Lab:
         """The plan of the cell's runs; those of the sweep have a folder of their own."""
         cell = self.cell(name)
         folder = self.folder / name / ("sweep" if sweep else "runs")
-        overrides = self.declaration.settings(name, sweep)
-        if self.declaration.families[cell.family].warm_start:
-            overrides += (f"model.path={self.model_folder(cell.family)}",)
         metric = self.declaration.families[cell.family].metric
         return Plan(
             budget=cell.tokens,
             steps=cell.steps,
             folder=folder,
-            overrides=overrides,
+            overrides=self.settings(name, sweep),
             metric=metric,
             config_dirs=self.config_dirs,
         )
+
+    def settings(self, name: str, sweep: bool) -> tuple[str, ...]:
+        """The settings of a cell's runs, with the folder of the model that its family has of its own."""
+        family = self.cell(name).family
+        own = bool(self.declaration.families[family].warm_start)
+        return self.declaration.settings(name, sweep) + ((f"model.path={self.model_folder(family)}",) if own else ())
 
     def model_folder(self, family: str) -> Path:
         """Where the model of a family is that has one of its own."""
@@ -286,7 +289,7 @@ def compose_all(lab: Lab, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         try:
             for method, entry in lab.cell(name).methods.items():
-                overrides = [f"recipe={entry.recipe}", *lab.declaration.settings(name, sweep=True), *entry.set]
+                overrides = [f"recipe={entry.recipe}", *lab.settings(name, sweep=True), *entry.set]
                 build_experiment(compose(overrides, lab.config_dirs), f"{name}.{method}")
         except CreditgraphError as error:
             wrong[name] = str(error)

@@ -9,6 +9,7 @@ import yaml
 
 from creditgraph.lab.evidence.declaration import DECLARED as DECLARATION_FILE
 from creditgraph.lab.evidence.declaration import Point, rated, read_declaration
+from creditgraph.lab.evidence.measure import Lab
 from creditgraph.lab.evidence.verdicts import Results, read_results
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "evidence"
 DECLARED = read_declaration(DECLARATION_FILE)
 CELLS = DECLARED.cells | DECLARED.quick
+LAB = Lab(declaration=DECLARED, folder=Path("runs"), train=lambda plan, methods, seeds: {})
 
 
 def clamp(node):
@@ -27,7 +29,7 @@ def test_every_method_composes_and_has_a_fair_baseline(name):
     cell = CELLS[name]
     learners = {}
     for method in cell.methods:
-        settings = DECLARED.settings(name, sweep=True)
+        settings = LAB.settings(name, sweep=True)
         point = Point(1e-4, min(cell.batches, default=0))
         overrides = rated(method, cell, point, settings).overridden(*settings)
         experiment = build_experiment(compose(overrides), method)
