@@ -36,7 +36,7 @@ class Row:
         steps: seed → optimiser steps at the budget.
         against: paired differences from the baseline at the budget, None for the baseline.
         word: "above", "below" or `NO_DIFFERENCE`, by p-values that are corrected for the number of methods; "baseline",
-            or "not ranked" for a budget that ends before the second optimiser step of a run, or "not tested" with
+            or "not ranked" for fewer than two optimiser steps within the budget, on average, or "not tested" with
             fewer than two seeds that reach the budget in both.
         reached: seed → tokens to the threshold (NaN: not within the budget).
         speed: tokens of the baseline divided by those of this method, means over seeds; NaN unless all seeds reach it.
@@ -85,7 +85,7 @@ def analyse(curves: Curves, budget: float, threshold: float | None = None) -> tu
 
 
 def _word(against: Paired, p: float, steps: Mapping[int, float]) -> str:
-    if any(done < FEWEST_STEPS for done in steps.values()):
+    if mean_sd(list(steps.values()))[0] < FEWEST_STEPS:
         return NOT_RANKED
     if against.pairs < 2:
         return NOT_TESTED
@@ -126,7 +126,7 @@ def sentences(rows: Mapping[str, Row]) -> list[str]:
         "above": f"Above {baseline} at equal sampled tokens",
         NO_DIFFERENCE: f"No significant difference from {baseline} with these seeds, so not shown to beat it",
         "below": f"Below {baseline}",
-        NOT_RANKED: "Not ranked, since the budget ends before the second optimiser step of a run",
+        NOT_RANKED: "Not ranked, since the budget ends before their second optimiser step",
         NOT_TESTED: f"Not tested, for want of two seeds that reach the budget as {baseline}'s do",
     }
     lines = []

@@ -40,7 +40,7 @@ def across_families(results: Results, fewest: int = FEWEST_FAMILIES) -> list[Acr
     for name, cell in results.declaration.cells.items():
         for method in results.cells.get(name, {}).get("methods", {}):
             pair = results.pair(name, method, cell.baseline_of(method), "tokens")
-            if pair is None or any(map(few, pair["fewest_steps"])):
+            if pair is None or any(map(few, pair["took"]["steps"])):
                 continue
             names, gain = labels(cell, method), results.compared(name, pair).difference
             if not cell.methods[method].baseline and len(names[0]) < len(names[1]):

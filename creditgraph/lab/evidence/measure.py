@@ -252,7 +252,6 @@ def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str
         "at": round(at, 1),
         "seeds": seeds,
         "accuracies": [_rounded(by[seed].at(at, axis) for seed in seeds) for by in (better, worse)],
-        "fewest_steps": _rounded(min(by[seed].of("steps", at, axis) for seed in seeds) for by in (better, worse)),
         "took": {
             name: [round(mean_sd([by[seed].of(name, at, axis) for seed in seeds])[0], 1) for by in (better, worse)]
             for name in COSTS

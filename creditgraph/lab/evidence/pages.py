@@ -260,8 +260,8 @@ def accuracy(row: dict[str, Any]) -> str:
 
 
 def _steps(row: dict[str, Any]) -> str:
-    text = f"{mean_sd(row['steps'])[0]:.0f}"
-    return f"{text} (not ranked)" if few(min(row["steps"])) else text
+    steps = mean_sd(row["steps"])[0]
+    return f"{steps:.0f}{' (not ranked)' if few(steps) else ''}"
 
 
 def _equal(results: Results, cell: str, pair: dict[str, Any] | None) -> str:

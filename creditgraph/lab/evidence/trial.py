@@ -79,6 +79,8 @@ def trial(
     for name, cell in sorted(declaration.cells.items(), key=lambda item: item[1].tokens):
         first = next(iter(cell.methods.values()))
         known = {c.family for c in cells.values()}
+        if declaration.families[cell.family].warm_start:
+            continue  # a further model of a family that is there
         if first.recipe == plain and not first.set and not cell.withdrawn and cell.family not in known:
             base, own = (Entry(recipe=m.recipe, set=m.overrides) for m in (against, method))
             methods = {run_name(against): base, run_name(method): replace(own, baseline=run_name(against))}
@@ -146,7 +148,7 @@ def _over_families(results: Results, names: Sequence[str], method: str) -> Paire
     for name in names:
         cell = results.declaration.cells[name]
         pair = results.pair(name, method, cell.baseline_of(method), "tokens")
-        if pair is None or any(map(few, pair["fewest_steps"])):
+        if pair is None or any(map(few, pair["took"]["steps"])):
             return None
         compared.append(results.compared(name, pair))
     return stratified(compared)
@@ -186,6 +188,6 @@ def _difference(results: Results, cell: str, method: str, base: str) -> list[str
     if pair is None:
         return ["–", "–"]
     steps = " and ".join(f"{s:.0f}" for s in pair["took"]["steps"][::-1])
-    if any(map(few, pair["fewest_steps"])):
+    if any(map(few, pair["took"]["steps"])):
         return ["not ranked: fewer than two optimiser steps", steps]
     return [results.compared(cell, pair).text(), steps]

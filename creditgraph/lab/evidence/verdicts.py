@@ -134,9 +134,9 @@ class Results:
             failed = self.cells.get(claim.cell, {}).get("failed")
             return Verdict(word="not yet measured", reason="runs failed" if failed else "")
         late = name not in self.cells[claim.cell].get("claims", ())
-        slow = [n for n, steps in zip((claim.better, claim.worse), pair["fewest_steps"], strict=True) if few(steps)]
+        slow = [n for n, steps in zip((claim.better, claim.worse), pair["took"]["steps"], strict=True) if few(steps)]
         if slow:
-            reason = f"the budget ends before the second optimiser step of a run of {' and '.join(slow)}"
+            reason = f"the budget ends before the second optimiser step of {' and '.join(slow)}"
             return Verdict(word="not testable here", reason=reason, pair=pair, late=late)
         return Verdict(word="undecided", pair=pair, late=late)
 
@@ -165,13 +165,12 @@ def _through(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         **first,
         "worse": second["better"],
         "accuracies": [p["accuracies"][0] for p in both],
-        "fewest_steps": [p["fewest_steps"][0] for p in both],
         "took": {name: [p["took"][name][0] for p in both] for name in first["took"]},
     }
 
 
 def few(steps: float) -> bool:
-    """Whether runs took too few optimiser steps to be ranked."""
+    """Whether runs took too few optimiser steps, on average, to be ranked; a run of silent groups took none."""
     return steps < FEWEST_STEPS
 
 

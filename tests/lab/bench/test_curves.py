@@ -197,7 +197,7 @@ def test_a_budget_that_ends_before_the_second_step_is_not_ranked(curves):
     curves["slow"] = {s: dataclasses.replace(c, steps=c.tokens / 60) for s, c in curves["good"].items()}
     rows, _ = analyse(curves, 100, 0.5)
     assert rows["slow"].word == NOT_RANKED
-    assert sentences(rows)[-2].endswith("of a run: slow.")
+    assert sentences(rows)[-2].endswith("step: slow.")
 
 
 @pytest.fixture
