@@ -39,7 +39,7 @@ REAL_PROCESSES = (
     "components/learner/megatron",
     "components/sandbox",
     "pipeline/app/cluster",
-    "pipeline/app/evaluate/test_eval_vllm.py",
+    "lab/evaluate/test_eval_vllm.py",
     "pipeline/app/report/test_browser.py",
     "pipeline/run/distributed",
 )
@@ -60,7 +60,6 @@ SLOW_FILES = (
     "configs",
     "installed",
     "lab",
-    "pipeline/app/evaluate/test_eval.py",
     "pipeline/app/report/test_browser",
     "pipeline/app/test_cli.py",
     "pipeline/app/test_environment_check.py",
@@ -135,7 +134,6 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def undocumented_metrics() -> Iterator[set[str]]:
     """Names that registered components have logged in this process without declaring them in `metrics`."""
-    from creditgraph.pipeline.core.metric import definition
     from creditgraph.pipeline.core.registry import BUILTIN
     from creditgraph.pipeline.run.node_runner import NodeReport, NodeRunner
 
@@ -143,9 +141,8 @@ def undocumented_metrics() -> Iterator[set[str]]:
 
     def watched(self: NodeRunner) -> NodeReport:
         if self.node.use in BUILTIN:
-            names = (
-                n for n in self.context.metrics if definition(self.node.cls.metrics_of(self.node.config), n) is None
-            )
+            known = self.node.cls.metrics_of(self.node.config)
+            names = (n for n in self.context.metrics if not any(metric.fits(n) for metric in known))
             undeclared.update(f"{self.node.use}: {n}" for n in names)
         return harvest(self)
 

@@ -41,7 +41,9 @@ GRAPH_PAGES = {
     "s_trace": "trace",
     "sdpo": "self_teacher",
     "srpo_turns": "turns",
+    "tree_grpo": "turns",
     "tree_turns": "turns",
+    "turn_ppo": "turns",
 }
 CLAUSE = re.compile(rf"({'|'.join(LABELS)})(?: \(([^)]*)\))?(?:: ([\w.]+(?:, [\w.]+)*))?\.?")
 

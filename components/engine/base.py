@@ -67,10 +67,9 @@ class Serving:
     Attributes:
         tensor: GPUs that each copy of the model is sharded over.
         rows: rows that a copy decodes at once at most.
-        share: share of a GPU's memory that weights and cache take together; 0: what `cache_bytes`, or else
-            `cache_tokens`, say.
-        cache_bytes, cache_tokens: most bytes or tokens of the cache of a copy; 0: unlimited.
-        in_process: whether it is `engine.local`, whose cache of no given size takes what the learner leaves.
+        share: share of a GPU's memory that weights and cache take together; 0: what `cache_bytes` says.
+        cache_bytes: most bytes of the cache of a copy; 0: unlimited.
+        in_process: whether it is `engine.local`, whose cache takes what the learner leaves.
         sleeps: whether weights and cache leave the GPU while the learner trains.
         elsewhere: whether it runs on GPUs that the learner does not have.
     """
@@ -79,7 +78,6 @@ class Serving:
     rows: int = 256
     share: float = 0.0
     cache_bytes: float = 0.0
-    cache_tokens: float = 0.0
     in_process: bool = False
     sleeps: bool = False
     elsewhere: bool = False

@@ -29,6 +29,7 @@ from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Batch, Prompts, Rewards, Trajectories, check_aligned
 from creditgraph.pipeline.core.streams import keys_within
 
+LEAST_GROUP = 3  # two siblings, which IBPO's comparison needs (second-hand: notes on the paper)
 NOT_ENDED = "the revision did not end within its budget"
 
 
@@ -125,7 +126,8 @@ class Compare(Component):
         """Sampling of the revisions and the number of references."""
 
         references: int = 7
-        """K − 1: siblings each wrong trajectory is shown, one revision each; 1 is the single-reference form"""
+        """K − 1: siblings each wrong trajectory is shown, one revision each; 1 is the single-reference form, which is
+        reported to lose most of the gain (second-hand)"""
         only_correct: bool = False
         """skip wrong siblings: a group without a success is then not revised at all"""
 
@@ -135,6 +137,18 @@ class Compare(Component):
                 raise ValueError(f"expected references ≥ 1 (siblings per wrong trajectory), got {self.references}.")
 
     config: Config
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: Any, data: Any) -> list[str]:
+        """Groups in which a trajectory has fewer than two siblings."""
+        sampler = graph[node.wires["trajectories"][0].source]
+        size = getattr(sampler.config, "group_size", LEAST_GROUP)
+        if size >= LEAST_GROUP:
+            return []
+        return [
+            f"{sampler.name}.group_size: expected at least {LEAST_GROUP}, as {node.use} compares a trajectory with two "
+            f"siblings or more, got {size}. Set {sampler.name}.group_size=8."
+        ]
 
     @classmethod
     def shown_responses(cls, config: Any) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from creditgraph.pipeline.core.errors import AlignmentError
-from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
 
 
@@ -136,6 +136,27 @@ def returns_to_go(rewards: Jagged, gamma: float = 1.0) -> Jagged:
     for t in range(padded.shape[1] - 2, -1, -1):
         padded[:, t] += gamma * padded[:, t + 1]
     return rewards.with_values(padded[rewards.row_ids, rewards.positions])
+
+
+def next_values(value: Tensor, episodes: Jagged) -> Tensor:
+    """Of each turn [N] the value [N] of the next turn of its episode, 0 after the last; one row per episode."""
+    return torch.cat([value[1:], value[:1]]).where(~last_turns(episodes), 0.0)
+
+
+@takes_lists
+def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:
+    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ v(s_{t+1}) − v(s_t), v = 0 after the last turn; float64 [N].
+
+    With γ = 1, exact values and states that determine what follows, E[Σ A ∇log π] = ∇J for every λ. λ = 1 gives
+    Σ_{k ≥ t} r_k − v(s_t), unbiased for any v that does not depend on the episode's actions from t on.
+
+    Args:
+        reward: one row per episode.
+        value: [N], at the start of each turn.
+        gamma, lam: discount and trace per turn.
+    """
+    delta = reward.values + gamma * next_values(value, reward) - value
+    return returns_to_go(reward.with_values(delta), gamma * lam).values
 
 
 def state_groups(group: Tensor, state: list[str], similarity: float = 1.0) -> Tensor:

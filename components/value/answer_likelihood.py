@@ -12,6 +12,7 @@ from creditgraph.components.value.bank import (
     Bank,
     answer_bank,
     continuation_bank,
+    drawn_bank,
     references_of,
     solution_bank,
 )
@@ -35,6 +36,7 @@ from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, Segme
 logger = logging.getLogger("creditgraph")
 
 _ANSWER_TOKENS = 64  # of exit text and answer, for `costs`; ours
+_LARGEST = 80.0  # log of the largest value: a float32 holds e^88
 Value = Literal["immediate", "continuation", "sum", "solution"]
 
 
@@ -63,7 +65,7 @@ def carried(values: Tensor, known: Tensor, rows: Jagged) -> Tensor:
 
 
 class AnswerLikelihood(AnswerEstimator):
-    """Estimates v̂(s) = Σ_{(u, y) in bank} w p(u, y | s) ζ(y) by scoring reference texts (u, y) after the state.
+    """Estimates v̂(s) = (1/N) Σ_{(u, y) in bank} w p(u, y | s) ζ(y) by scoring reference texts (u, y) after the state.
 
     All boundaries of a trajectory are scored with one prefill.
 
@@ -79,11 +81,16 @@ class AnswerLikelihood(AnswerEstimator):
     No reference follows the tokens that end a response, and the exit text closes no thinking that is closed. Products
     are computed as logs, which go with the values: those too small for a float32 still count in redistribution.
 
-    Second-hand: the bank is the dataset's answer or, without one, the answers of the group's own correct trajectories;
-    the formula. Our reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric means
-    and of solutions), the alignment by thoughts, whole correct responses as solutions where the dataset has none.
+    With weights `proposal`, w = 1/q: importance sampling over completions that the policy drew with probability q
+    (second-hand: notes on the paper, its equation 10 and appendix C.5). v̂ is then unbiased if q covers every rewarded
+    completion, else E[v̂] < v, and single estimates may exceed 1. A constant w cancels in redistribution, and so does
+    1/q of a single reference; over several references they differ.
 
-    Without normalisation `continuation` is biased low unless the bank holds every rewarded continuation: E[v̂] ≤ v.
+    Second-hand: the bank is the dataset's answer or, without one, the answers of the group's own correct trajectories;
+    the formula. Our reconstruction: `immediate`, geometric means, the weights `distinct` and `mean`, the alignment by
+    thoughts, whole correct responses as solutions where the dataset has none.
+
+    Over `distinct` products `continuation` is biased low unless the bank holds every rewarded continuation: E[v̂] ≤ v.
     Geometric means keep long answers comparable but are no bound. An empty bank gives 0 everywhere, hence no gains and
     uniform redistribution. A state without room for exit text and answer in the context has the value of the previous
     one.
@@ -111,6 +118,17 @@ class AnswerLikelihood(AnswerEstimator):
         value: Value = "immediate"
         """probability of the answer at once, of the rest of a correct solution (requires rewards), of both, or of the
         reference solution and answer"""
+        weights: Literal["distinct", "mean", "proposal"] = "distinct"
+        """w: distinct sums products of different references (w = N, of geometric means and solutions 1); mean: 1;
+        proposal: 1/q with every draw, for products of continuations"""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.weights == "proposal" and (self.value != "continuation" or self.length_normalise):
+                raise ValueError(
+                    "weights: expected value 'continuation' and length_normalise false with 'proposal', as q is known "
+                    f"of what the policy drew, got '{self.value}' and {self.length_normalise}. Set both, or weights."
+                )
 
     config: Config
 
@@ -175,7 +193,8 @@ class AnswerLikelihood(AnswerEstimator):
                     "trajectories and expected an input 'rewards', but none is wired. Wire rewards.rewards, or set "
                     "value to 'immediate'."
                 )
-            bank = continuation_bank(trajectories, rewards, bounds.place, settings.references)
+            made = drawn_bank if settings.weights == "proposal" else continuation_bank
+            bank = made(trajectories, rewards, bounds.place, settings.references)
             scored = self._score(policy, bounds, bounds.at, bank, trajectories.temperature)
             ended = torch.where(rewards.correct & rewards.valid, rewards.value.double().clamp(min=0.0), 0.0)
             log = torch.logaddexp(log, torch.where(bounds.last, torch.log(ended)[bounds.owner], scored.log))
@@ -222,8 +241,11 @@ class AnswerLikelihood(AnswerEstimator):
         scores = policy.score_branches(bounds.trunk, row[once], branch[once], tokens, temperature)
         normalise = self.config.length_normalise
         logprob = log_probability(scores.logprobs.select(member), bank.scored.select(entry), normalise)
-        mean = normalise or self.config.value == "solution"
-        log = log_pooled(logprob, bank.reward[fits], place[fits], len(bank.entries), mean)
+        if bank.proposal is not None:
+            logprob = logprob - bank.proposal[fits]
+        mean = normalise or self.config.value == "solution" or self.config.weights != "distinct"
+        log = log_pooled(logprob, bank.reward[fits], place[fits], len(bank.entries), mean, bank.draws)
+        log = log.clamp(max=_LARGEST)
         return _Scored(log=log, known=known, tokens=branch_tokens(row[once], branch[once], tokens))
 
 

@@ -64,12 +64,16 @@ class Bank:
         scored: Jagged bool [E rows], tokens whose probability counts.
         entries: Jagged int64 [S rows], rows of `tokens` that are the references of each state.
         reward: float64, ζ of each of `entries.values`.
+        proposal: float64, log q of each of `entries.values`, with which it was drawn [nats]; None if they are distinct.
+        draws: int64 [S], how many were drawn for each state, those with ζ = 0 too, which `entries` lacks; or None.
     """
 
     tokens: Jagged
     scored: Jagged
     entries: Jagged
     reward: Tensor
+    proposal: Tensor | None = None
+    draws: Tensor | None = None
 
 
 def references_of(
@@ -221,6 +225,47 @@ def continuation_bank(trajectories: Trajectories, rewards: Rewards, boundary: Ja
         scored=tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool)),
         entries=Jagged.from_rows([[entry for entry, _ in row] for row in entries], torch.int64),
         reward=torch.tensor([reward for row in entries for _, reward in row], dtype=torch.float64),
+    )
+
+
+def drawn_bank(trajectories: Trajectories, rewards: Rewards, boundary: Jagged, references: int) -> Bank:
+    """As `continuation_bank`, with every draw: the rests of the first `references` trajectories that have one.
+
+    What follows the first k thoughts of a trajectory that goes on was drawn with the probability q that its sampler
+    gave it. Right and wrong trajectories are draws, or the estimate would be too large; the wrong ones need no score.
+    """
+    tokens, logprobs = trajectories.response_tokens.to_lists(), trajectories.engine_logprobs.to(torch.float64)
+    thoughts = trajectories.thought_ends.to_lists()
+    right = (rewards.correct & rewards.valid).tolist()
+    members: dict[int, list[int]] = {}
+    for i, (uid, valid) in enumerate(zip(trajectories.prompt_uid.tolist(), rewards.valid.tolist(), strict=True)):
+        if valid:
+            members.setdefault(uid, []).append(i)
+    place: dict[tuple[int, ...], int] = {}
+    entries: list[list[int]] = []
+    found: list[tuple[float, float]] = []  # ζ and log q
+    draws: list[int] = []
+    for i, uid in enumerate(trajectories.prompt_uid.tolist()):
+        bounds = boundary.row(i).tolist()
+        for bound in bounds:
+            count = sum(end <= bound for end in thoughts[i])
+            going = [j for j in members.get(uid, []) if count <= len(thoughts[j])]
+            begins = {j: thoughts[j][count - 1] if count else 0 for j in going}
+            going = [j for j in going if begins[j] < len(tokens[j])][:references] if bound < bounds[-1] else []
+            draws.append(len(going))
+            entries.append([])
+            for j in filter(right.__getitem__, going):
+                entries[-1].append(place.setdefault(tuple(tokens[j][begins[j] :]), len(place)))
+                found.append((float(rewards.value[j]), float(logprobs.row(j)[begins[j] :].sum())))
+    rows = Jagged.from_rows([list(t) for t in place], torch.int32)
+    table = torch.tensor(found, dtype=torch.float64).view(-1, 2)
+    return Bank(
+        tokens=rows,
+        scored=rows.with_values(torch.ones(len(rows.values), dtype=torch.bool)),
+        entries=Jagged.from_rows(entries, torch.int64),
+        reward=table[:, 0],
+        proposal=table[:, 1],
+        draws=torch.tensor(draws, dtype=torch.int64),
     )
 
 

@@ -31,14 +31,17 @@ def log_probability(logprobs: Jagged, scored: Jagged, length_normalise: bool) ->
     return total / scored.sum().clamp(min=1) if length_normalise else total
 
 
-def log_pooled(logprob: Tensor, reward: Tensor, place: Tensor, num_places: int, mean: bool) -> Tensor:
+def log_pooled(
+    logprob: Tensor, reward: Tensor, place: Tensor, num_places: int, mean: bool, draws: Tensor | None = None
+) -> Tensor:
     """log v̂ of each place, float64 [P], −inf for 0: v̂ = Σ p ζ over its references, or their mean.
 
     Args:
-        logprob, reward: float64 [B], log p and ζ of each reference; ζ below 0 counts as 0.
+        logprob, reward: float64 [B], log p, or log p/q, and ζ of each reference; ζ below 0 counts as 0.
         place: int64 [B], the place each belongs to; a place without references gets −inf.
         num_places: P.
         mean: mean instead of sum, which is for references that are disjoint events.
+        draws: int64 [P], number that the mean divides by, where references with ζ = 0 were left out.
     """
     # The largest p of each place is divided out, so that no product underflows.
     top = torch.full((num_places,), -torch.inf, dtype=torch.float64).scatter_reduce(0, place, logprob, "amax")
@@ -46,7 +49,8 @@ def log_pooled(logprob: Tensor, reward: Tensor, place: Tensor, num_places: int, 
     weighted = torch.exp(logprob - top[place]) * reward.clamp(min=0.0)
     total = torch.zeros(num_places, dtype=torch.float64).index_add_(0, place, weighted)
     if mean:
-        total = total / torch.bincount(place, minlength=num_places).clamp(min=1)
+        count = torch.bincount(place, minlength=num_places) if draws is None else draws
+        total = total / count.clamp(min=1)
     return top + torch.log(total)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from creditgraph.components.rollouts.turn_rows import (
     by_episode,
-    last_turns,
     mean_of_others,
+    next_values,
     returns_to_go,
     state_groups,
 )
@@ -64,8 +64,7 @@ class StateMean(Component):
         whole, episodes_left = mean_of_others(returns, each, group, first, own)
         received = episodes.cumsum().values - episodes.values
         value = torch.where(others > 0, mean, torch.where(episodes_left > 0, whole - received, 0.0))
-        following = torch.cat([value[1:], value[:1]]).where(~last_turns(episodes), 0.0)
-        both = torch.stack([value, following], 1).float()
+        both = torch.stack([value, next_values(value, episodes)], 1).float()
         self.context.log(
             mean=float(both.mean()) if len(both) else 0.0,
             boundaries=both.numel(),

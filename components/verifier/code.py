@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from creditgraph.components.sandbox.isolation import no_isolation
@@ -36,8 +36,6 @@ class Code(VerifierComponent):
         """fraction: share of tests passed; all: 1 when every test passes, otherwise 0. Correct always means all"""
         tests: Literal["all", "public", "private"] = "all"
         """which tests of a prompt are run"""
-        max_tests: int = 0
-        """number of tests per problem, from the front; 0 uses all"""
         tolerance: float = 1e-6
         """relative above 1, absolute below: how far a number may be off where the expected one has a decimal point;
         whole numbers are compared exactly, and equal text always passes"""
@@ -53,10 +51,8 @@ class Code(VerifierComponent):
         """run programs without isolation if the host cannot isolate them; they can then do whatever you can"""
 
         def __post_init__(self) -> None:
-            if self.max_tests < 0 or not 0 <= self.workers <= 64:
-                raise ValueError(
-                    f"expected max_tests ≥ 0 and 0 ≤ workers ≤ 64, got {self.max_tests} and {self.workers}."
-                )
+            if not 0 <= self.workers <= 64:
+                raise ValueError(f"expected 0 ≤ workers ≤ 64, got {self.workers}.")
             if not 0 <= self.tolerance < 1:
                 raise ValueError(f"expected 0 ≤ tolerance < 1, got {self.tolerance}.")
 
@@ -88,8 +84,6 @@ class Code(VerifierComponent):
             return wrong("no code block in the response")
         if len(source) > MAX_SOURCE:
             return wrong(f"a program of {len(source)} characters; at most {MAX_SOURCE} are run")
-        if self.config.max_tests:
-            tests = replace(tests, tests=tests.tests[: self.config.max_tests])
         return Program(source=source, inputs=[test.input for test in tests.tests], function=tests.function), tests
 
     def _verdict(self, tests: CodeTests, results: Sequence[TestResult]) -> Verdict:

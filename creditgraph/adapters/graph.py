@@ -65,16 +65,16 @@ class _Session(GraphSession):
         return self.host[kind]
 
     def _values_of_critic(self, node: Node, iteration: int) -> SegmentValues:
-        """The critic's value at the start of each segment; the last one of a row, which no advantage reads, is 0."""
-        segments = self.value(node.wires["segments"][0], iteration)
+        """The critic's value at the start of each segment or turn; the last one of a row, which none reads, is 0."""
+        rows = self.value((node.wires.get("segments") or node.wires["turns"])[0], iteration)
         assert self.rollouts.values is not None  # checked before the first node ran
-        ends: Jagged = segments.ends
         tokens = self.spans.gather(self.rollouts.values.float())
-        starts = Jagged.from_rows([[0, *row] for row in ends.to_lists()], torch.int64)
+        ends = rows.ends.to_lists() if "segments" in node.wires else [[n] for n in tokens.lengths.tolist()]
+        starts = Jagged.from_rows([[0, *row] for row in ends], torch.int64)
         padded = torch.cat([tokens.values, torch.zeros(1)])
         at = starts.values + tokens.offsets[:-1][starts.row_ids]
         last = starts.values == tokens.lengths[starts.row_ids]
-        return SegmentValues(uid=segments.uid, values=starts.with_values(padded[at].where(~last, 0.0)))
+        return SegmentValues(uid=rows.uid, values=starts.with_values(padded[at].where(~last, 0.0)))
 
     @property
     def logged(self) -> dict[str, float]:
@@ -250,7 +250,7 @@ def _running(graph: Any, learner: Node) -> tuple[str, ...]:
         node = graph[wire.source]
         kind = given(node, wire.output)
         if kind is SegmentValues:
-            queue += node.wires["segments"]
+            queue += node.wires.get("segments", [])
         if kind is None and node.name not in wanted:
             wanted.add(node.name)
             queue += [w for wires in node.wires.values() for w in wires]

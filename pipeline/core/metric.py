@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,13 +36,3 @@ class Metric:
     def fits(self, name: str) -> bool:
         """Whether a logged name matches this definition."""
         return self._pattern.fullmatch(name) is not None
-
-
-def definition(metrics: Iterable[Metric], name: str) -> Metric | None:
-    """The definition of a logged name, an exact one before one with a varying part; None without any.
-
-    >>> definition([Metric("x_<k>", "1", "any"), Metric("x_1", "2", "one")], "x_1").unit
-    '2'
-    """
-    fitting = [m for m in metrics if m.fits(name)]
-    return next((m for m in fitting if m.name == name), fitting[0] if fitting else None)

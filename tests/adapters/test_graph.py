@@ -105,6 +105,18 @@ def test_token_gae_reads_the_trainers_values_and_skips_what_tools_wrote():
         graph(rollouts())
 
 
+def test_gae_over_turns_reads_the_trainers_values_at_their_starts():
+    batch = rollouts(values=torch.rand(5, 7, generator=torch.Generator().manual_seed(5)))
+    per_turn, out = turn_rewards(batch), []
+    for i, runs in enumerate(slow.turns(MASK)):
+        value, row, running = [*(float(batch.values[i, begin]) for begin, _ in runs), 0.0], [], 0.0
+        for t in reversed(range(len(runs))):
+            running = per_turn[i][t] + 0.99 * value[t + 1] - value[t] + 0.99 * 0.9 * running
+            row.insert(0, running)
+        out.append(row)
+    close(CreditGraph("turn_ppo"), batch, slow.spread(MASK, out))
+
+
 def test_metrics_are_those_of_the_last_batch():
     graph = CreditGraph("grpo")
     graph(rollouts())
@@ -124,7 +136,9 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
             credited.append(name)
         except CreditgraphError as error:
             refused[name] = str(error)
-    assert {"grpo", "gigpo", "gae_turns", "mt_grpo", "s_trace", "grpo_lambda", "ppo", "hicra"} <= set(credited)
+    assert {"grpo", "gigpo", "gae_turns", "mt_grpo", "s_trace", "grpo_lambda", "ppo", "turn_ppo", "hicra"} <= set(
+        credited
+    )
     assert {"srpo", "rredcot", "vineppo", "treerl"} <= set(refused)
     assert [name for name, sentence in refused.items() if name not in sentence] == []
 

@@ -30,6 +30,7 @@ NOT_MADE = {
     "rlsd": "policy",
     "rredcot": "segments",
     "sdpo": "policy",
+    "turn_ppo": "turns",
     "vapo": "segments",
     "vineppo": "segments",
 }
@@ -44,6 +45,7 @@ DECLARED = {
     "mt_grpo": {"gradient_turns"},
     "p_trace": {"loss_chain", "loss_lengths"},
     "s_trace": {"loss_chain", "loss_lengths"},
+    "turn_ppo": {"loss_token_credit"},
 }
 
 

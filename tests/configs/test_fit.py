@@ -88,8 +88,8 @@ def test_a_verifier_that_was_chosen_stays_and_is_refused_where_it_cannot_read_th
         "value; set verifier.use=verifier.code or data.train.answer_kind, or choose other data."
     )
     assert second.startswith("data.eval: its references are programs' tests")
-    own = build_experiment(compose([*chosen[:2], "verifier.max_tests=5"]))
-    assert (own.graph["verifier"].use, own.graph["verifier"].config.max_tests) == ("verifier.code", 5)
+    own = build_experiment(compose([*chosen[:2], "verifier.reward=all"]))
+    assert (own.graph["verifier"].use, own.graph["verifier"].config.reward) == ("verifier.code", "all")
 
 
 @pytest.mark.parametrize(

@@ -49,3 +49,16 @@ def test_named_files_and_recipes_exist(page):
     recipes = list_choices("recipe", [CONFIG_DIR])
     for name in re.findall(r"`(toy_\w+|\w+_(?:qwen|deepseek|olmo)\w+)`", PAGES[page]):
         assert name in recipes or any(r.endswith(name) for r in recipes), name
+
+
+def test_two_names_that_other_papers_have_too_come_with_their_paper():
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.yaml")]
+    named = [file for file in files if re.search(r"\b(RRPO|SRPO)\b", file.read_text(encoding="utf-8"))]
+    assert [f.name for f in named if "2605.25507" not in f.read_text(encoding="utf-8")] == []
+
+
+def test_what_a_recipe_or_graph_is_of_comes_with_its_paper():
+    shipped = [*list_choices("graph", [CONFIG_DIR]).values(), *list_choices("recipe", [CONFIG_DIR]).values()]
+    comments = {file.stem: file.read_text(encoding="utf-8").splitlines()[1] for file in shipped}
+    lacking = [name for name, text in comments.items() if not re.search(r"\b\d{4}\.\d{5}\b", text)]
+    assert lacking == []

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from creditgraph.components.advantage.explanations import INVALID, decimal, signed
 from creditgraph.components.advantage.group import Outputs, training_mask
+from creditgraph.components.advantage.teachers.teacher import candidates
 from creditgraph.components.models.load import context_length
 from creditgraph.components.rollouts.second_turn import encoded, problem_of
 from creditgraph.components.rollouts.thoughts import steps_of, thought_texts
@@ -15,6 +16,7 @@ from creditgraph.components.text.templates import Mode, critique_prompt, hint_pr
 from creditgraph.pipeline.core.component import Component, Context, Count, same_rows
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories, check_aligned
 
@@ -62,14 +64,16 @@ class SelfTeacher(Component):
 
     The privileged context c is, by `context`: another correct response to the problem (`sibling`), the dataset's
     solution (`solution`), or the response itself and the verdict on it (`critique`). One forward pass per response; the
-    second log-prob is the sampler's.
+    second log-prob is the sampler's. The wired policy is the teacher: the sampler's, or an average of its weights.
 
-    - `gap`: A_t = Δ_t. With objective `reinforce` its expected gradient is that of −KL(π(· | x, y_<t) ‖ π(· | x, c,
-      y_<t)): SDPO (2601.20802) on sampled tokens. Its sums over the top tokens are not built here.
+    - `gap`: A_t = Δ_t on the tokens of rows that have a teacher; others are not trained on. With objective `distill`
+      the expected gradient is that of −KL(π(· | x, y_<t) ‖ π(· | x, c, y_<t)): SDPO (2601.20802) on sampled tokens.
+      `top` adds the teacher's most likely tokens as candidates, over which, and all others as one, `distill` then has
+      the divergence itself.
     - `weight`: the wired credit A becomes A ((1 − λ) + λ clip(exp(sign(A) Δ_t), 1 − ε, 1 + ε)): RLSD (2604.03128). The
       sign is the outcome's, so what the context gives away cannot turn it. All of it is second-hand: exp(sign(A) Δ)
       from summaries of the paper, λ = .5 and ε = .2 from five public ports, of which three let λ fall linearly to 0
-      over 40 to 50 steps (`anneal`). Two of them renew the teacher every 5 to 10 steps; here it is the present policy.
+      over 40 to 50 steps (`anneal`). Two of them renew the teacher every 5 to 10 steps; here it is the wired one.
 
     A response without such a context, or without room for it in the model's context, has Δ = 0 (counted). One with an
     invalid reward gets zero credit. The words that show c are ours.
@@ -82,6 +86,7 @@ class SelfTeacher(Component):
         Metric("no_room", "rows", "responses whose privileged context does not fit into the model's context"),
         Metric("gap_mean", "nats", "Δ of a trained token that has a teacher, mean"),
         Metric("gap_abs_mean", "nats", "|Δ| of a trained token that has a teacher, mean"),
+        Metric("candidates_mass", "share", "probability that the teacher gives to its candidates, mean; 0 without"),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,8 @@ class SelfTeacher(Component):
         """the gap itself, or a weight on the wired credit"""
         limit: float = 0.0
         """largest |Δ| of `gap` [nats]; 0 sets no limit"""
+        top: int = 0
+        """candidates per token of `gap`, the teacher's most likely ones; 0 uses the sampled tokens alone"""
         mix: float = 0.5
         """λ of `weight`: 0 leaves the wired credit as it is"""
         anneal: int = 0
@@ -102,6 +109,8 @@ class SelfTeacher(Component):
         """ε of `weight`"""
 
         def __post_init__(self) -> None:
+            if self.top < 0 or (self.top and self.form != "gap"):
+                raise ValueError(f"expected top ≥ 0, and 0 unless form is 'gap', got {self.top} with '{self.form}'.")
             if min(self.limit, self.anneal) < 0 or not 0 <= self.mix <= 1 or not 0 <= self.clip <= 1:
                 raise ValueError(
                     f"expected limit ≥ 0, 0 ≤ mix ≤ 1, 0 ≤ clip ≤ 1 and anneal ≥ 0, got {self.limit}, {self.mix}, "
@@ -141,7 +150,7 @@ class SelfTeacher(Component):
         check_aligned(trajectories, rewards)
         settings = self.config
         tokens = trajectories.response_tokens
-        gap, taught = self._gap(prompts, trajectories, rewards, policy)
+        gap, taught, columns = self._gap(prompts, trajectories, rewards, policy)
         if settings.form == "weight":
             if credit is None:
                 raise ConfigError(f"node '{self.context.node}': form 'weight' needs a wire to 'credit'.")
@@ -153,7 +162,8 @@ class SelfTeacher(Component):
             values = gap.clamp(-settings.limit, settings.limit) if settings.limit else gap
             values = torch.where(rewards.valid[tokens.row_ids], values, 0.0)
             mask = training_mask(tokens, trajectories.inherited)
-            made = Credit(uid=trajectories.uid, advantage=tokens.with_values(values), mask=mask)
+            mask = mask.with_values(mask.values & (taught & rewards.valid)[tokens.row_ids])
+            made = Credit(uid=trajectories.uid, advantage=tokens.with_values(values), mask=mask, columns=columns)
         own = gap[made.mask.values & taught[tokens.row_ids]]
         count = max(len(own), 1)
         self.context.log(gap_mean=float(own.sum()) / count, gap_abs_mean=float(own.abs().sum()) / count)
@@ -161,8 +171,8 @@ class SelfTeacher(Component):
 
     def _gap(
         self, prompts: Prompts, trajectories: Trajectories, rewards: Rewards, policy: Policy
-    ) -> tuple[Tensor, Tensor]:
-        """Δ of each token, float32 [total], and which rows have a teacher, bool [N]."""
+    ) -> tuple[Tensor, Tensor, dict[str, Jagged]]:
+        """Δ of each token, float32 [total], which rows have a teacher, bool [N], and the columns of candidates."""
         tokens = trajectories.response_tokens
         texts = self._contexts(prompts, trajectories, rewards, policy.tokenizer)
         known = torch.tensor([text is not None for text in texts], dtype=torch.bool)
@@ -173,16 +183,21 @@ class SelfTeacher(Component):
         gap = torch.zeros(len(tokens.values))
         shown = shown.select(fits)
         scored = tokens.select(taught)
-        if len(scored):
-            scores = policy.score(shown, scored, trajectories.temperature)
-            before = trajectories.engine_logprobs.values[taught[tokens.row_ids]]
-            gap[taught[tokens.row_ids]] = scores.logprobs.values - before
+        own = taught[tokens.row_ids]
+        columns: dict[str, Jagged] = {}
+        mass = 0.0
+        # Rows without a teacher have columns too, or parts of a batch would not have the same ones.
+        if len(scored) or self.config.top:
+            scores = policy.score(shown, scored, trajectories.temperature, top=self.config.top)
+            gap[own] = scores.logprobs.values - trajectories.engine_logprobs.values[own]
+            columns, mass = candidates(scores, tokens, own)
         self.context.log(
+            candidates_mass=mass,
             scored_tokens=Count(len(shown.values) + len(scored.values)),
             teacher_share=float(taught.sum()) / max(len(taught), 1),
             no_room=Count(len(fits) - int(fits.sum())),
         )
-        return gap, taught
+        return gap, taught, columns
 
     def _contexts(
         self, prompts: Prompts, trajectories: Trajectories, rewards: Rewards, tokenizer: Any

@@ -3,15 +3,37 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from creditgraph.components.advantage.explanations import signed
 from creditgraph.components.advantage.group import Outputs, training_mask
 from creditgraph.components.models.load import load_tokenizer
 from creditgraph.pipeline.core.component import Component
 from creditgraph.pipeline.core.errors import DataError
-from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.handles import Policy, Scores
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.payloads import Credit, Trajectories
+
+
+def candidates(scores: Scores, tokens: Jagged, scored: Tensor) -> tuple[dict[str, Jagged], float]:
+    """Columns "candidate_i" and "teacher_logprob_i" of `tokens`, 0 where they were not `scored`, and their mean mass.
+
+    Args:
+        scores: of the scored tokens, in order.
+        tokens: all response tokens.
+        scored: bool [total].
+    """
+    columns: dict[str, Jagged] = {}
+    if scores.top_tokens is None or scores.top_logprobs is None:
+        return columns, 0.0
+    for i, (ids, logprobs) in enumerate(zip(scores.top_tokens.int().T, scores.top_logprobs.T, strict=True)):
+        for name, values in ((f"candidate_{i}", ids), (f"teacher_logprob_{i}", logprobs)):
+            column = values.new_zeros(len(scored))
+            column[scored] = values
+            columns[name] = tokens.with_values(column)
+    return columns, float(scores.top_logprobs.exp().sum()) / max(int(scored.sum()), 1)
 
 
 class Teacher(Component):
@@ -51,13 +73,8 @@ class Teacher(Component):
         mask = training_mask(tokens, trajectories.inherited)
         scores = policy.score(trajectories.prompt_tokens, tokens, trajectories.temperature, top=self.config.top)
         gap = scores.logprobs.values - trajectories.engine_logprobs.values
-        columns: dict[str, Jagged] = {}
-        mass = 0.0
-        if scores.top_tokens is not None and scores.top_logprobs is not None:
-            for i, (ids, logprobs) in enumerate(zip(scores.top_tokens.int().T, scores.top_logprobs.T, strict=True)):
-                columns[f"candidate_{i}"] = tokens.with_values(ids.contiguous())
-                columns[f"teacher_logprob_{i}"] = tokens.with_values(logprobs.contiguous())
-            mass = float(scores.top_logprobs.exp().sum()) / max(len(gap), 1)
+        every = torch.ones(len(gap), dtype=torch.bool)
+        columns, mass = candidates(scores, tokens, every)
         trained = mask.values
         count = max(int(trained.sum()), 1)
         self.context.log(

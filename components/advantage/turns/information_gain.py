@@ -14,7 +14,7 @@ from creditgraph.components.advantage.turns.base import (
     finite_episodes,
     start_values,
 )
-from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
+from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, next_values, returns_to_go
 from creditgraph.pipeline.core.jagged import Jagged, takes_lists
 from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
@@ -28,8 +28,7 @@ def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
         outcome: [N], the same on all turns of an episode.
         episodes: one row per episode.
     """
-    following = torch.cat([value[1:], value[:1]])
-    return torch.where(last_turns(episodes), outcome.double(), following - value)
+    return torch.where(last_turns(episodes), outcome.double(), next_values(value, episodes) - value)
 
 
 class InformationGain(ValuedTurnAdvantage):
@@ -37,7 +36,8 @@ class InformationGain(ValuedTurnAdvantage):
 
     A turn's gain is that of the likelihood of the reference answer (the geometric mean of its tokens' probabilities, as
     value.answer_likelihood scores it) from its start to the next one's; the last turn has the outcome instead.
-    Source: 2510.14967; `separate` is the release's, second-hand.
+    Source: 2510.14967; `joint` and `separate` are those of one of two released versions, second-hand. The other one
+    centres the returns at each token position without a deviation, and is not built.
 
     Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
     being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m

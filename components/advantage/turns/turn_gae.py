@@ -3,31 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from creditgraph.components.advantage.explanations import decimal, signed
 from creditgraph.components.advantage.turns.base import ValuedTurnAdvantage, start_values
-from creditgraph.components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from creditgraph.pipeline.core.jagged import Jagged, takes_lists
+from creditgraph.components.rollouts.turn_rows import by_episode, turn_gae
 from creditgraph.pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
-
-
-@takes_lists
-def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:
-    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ v(s_{t+1}) − v(s_t), v = 0 after the last turn; float64 [N].
-
-    With γ = 1, exact values and states that determine what follows, E[Σ A ∇log π] = ∇J for every λ. λ = 1 gives
-    Σ_{k ≥ t} r_k − v(s_t), unbiased for any v that does not depend on the episode's actions from t on.
-
-    Args:
-        reward: one row per episode.
-        value: [N], at the start of each turn.
-        gamma, lam: discount and trace per turn.
-    """
-    following = torch.cat([value[1:], value[:1]]).where(~last_turns(reward), 0.0)
-    delta = reward.values + gamma * following - value
-    return returns_to_go(reward.with_values(delta), gamma * lam).values
 
 
 class TurnGAE(ValuedTurnAdvantage):

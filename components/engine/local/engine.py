@@ -46,10 +46,8 @@ class LocalEngine(Engine):
         """Settings."""
 
         max_rows: int = 512
-        """rows decoded at once; more rows are split into waves (same results)"""
-        max_batch_tokens: int = 0
-        """tokens (prompt plus response budget) cached at once; 0: on a GPU what 80 % of its free memory holds, on a CPU
-        524,288; more rows are split into waves"""
+        """rows decoded at once; more rows are split into waves (same results), and so are rows whose tokens (prompt
+        plus response budget) exceed 80 % of a GPU's free memory, on a CPU 524,288"""
         score_tokens: int = 16384
         """padded tokens per forward pass of `score`"""
         decoder: Literal["auto", "lean", "transformers"] = "auto"
@@ -58,16 +56,16 @@ class LocalEngine(Engine):
         """keeps a second copy of the weights on the lean decoder, for gradients (value.gradient_attribution)"""
 
         def __post_init__(self) -> None:
-            for name, least in (("max_rows", 1), ("max_batch_tokens", 0), ("score_tokens", 1)):
-                if getattr(self, name) < least:
-                    raise ValueError(f"expected {name} ≥ {least}, got {getattr(self, name)}.")
+            for name in ("max_rows", "score_tokens"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"expected {name} ≥ 1, got {getattr(self, name)}.")
 
     config: Config
 
     @classmethod
     def serving(cls, config: Any) -> Serving:
-        """A cache of the size that is set, else of what the learner leaves."""
-        return Serving(rows=config.max_rows, cache_tokens=config.max_batch_tokens, in_process=True)
+        """A cache of what the learner leaves."""
+        return Serving(rows=config.max_rows, in_process=True)
 
     def setup(self, context: Context) -> None:
         """Loads tokenizer and model."""
@@ -145,8 +143,7 @@ class LocalPolicy(EnginePolicy):
                 engine.text,
                 engine.forbidden,
                 engine.config.max_rows,
-                engine.config.max_batch_tokens
-                or tokens_in_free_memory(engine.decoder.cached_bytes, engine.decoder.device),
+                tokens_in_free_memory(engine.decoder.cached_bytes, engine.decoder.device),
             )
             text = decode_rows(self.tokenizer, done.tokens.to_lists())
         self._check_finite(done.logprobs)

@@ -55,8 +55,8 @@ _CPU_OPTIONS: dict[str, Any] = {
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.3,
+    "max_total_tokens": 65536,
 }
-_CPU_CACHE_TOKENS = 65536
 START = Path(__file__).with_name("start.py")
 # SGLang reserves two positions of the context; a row may fill all of ours.
 _CONTEXT_MARGIN = 8
@@ -81,8 +81,6 @@ def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, An
         "incremental_streaming_output": True,
         "trust_remote_code": model.trust_remote_code,
     }
-    if cache := settings.process.cache_tokens or (_CPU_CACHE_TOKENS if cpu else 0):
-        options["max_total_tokens"] = cache
     return options | (_CPU_OPTIONS if cpu else {"mem_fraction_static": settings.gpu_memory})
 
 
@@ -100,7 +98,7 @@ def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, 
         "TMPDIR": "{scratch}",  # SGLang leaves sockets there
     }
     if model.device == "cpu":
-        variables |= {"OMP_NUM_THREADS": str(settings.process.threads), **_CPU_VARIABLES}
+        variables |= {"OMP_NUM_THREADS": "1", **_CPU_VARIABLES}
     return variables | settings.process.environment
 
 

@@ -16,15 +16,6 @@ class ProcessSettings:
     """environment variables of server processes, added to those of this process"""
     arguments: tuple[str, ...] = ()
     """further arguments of sglang.launch_server; they come last, so they override others"""
-    cache_tokens: int = 0
-    """tokens whose keys and values a server holds; 0: what fits its share of memory (65,536 on a CPU)"""
-    threads: int = 1
-    """threads on a CPU; more than free cores slow it down"""
-
-    def __post_init__(self) -> None:
-        for name, least in (("threads", 1), ("cache_tokens", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,6 @@ class InProcess:
     def __init__(self, context: Context, settings: VllmSettings, model: ServedModel) -> None:
         self._context = context
         self._eos = list(model.eos)
-        self._threads = settings.cpu_threads
         # Adapters build on weights that stay on the CPU.
         self._level = 1 if settings.lora.max_rank else 2
         self._asleep: set[str] = set()
@@ -67,7 +66,7 @@ class InProcess:
             from vllm import LLM
 
             self._scratch = make_scratch()
-            with _temporary_files(self._scratch), _kernel_threads(self._threads):
+            with _temporary_files(self._scratch), _one_kernel_thread():
                 options = engine_options(settings, model)
                 self.llm: Any = LLM(**options, disable_log_stats=True)
         self.core = self.llm.llm_engine
@@ -90,7 +89,7 @@ class InProcess:
         self._wake("weights")
         self._own = weights.adapter is not None
         try:
-            with _kernel_threads(self._threads):
+            with _one_kernel_thread():
                 checksum, state = self._load_adapter(weights) if weights.adapter is not None else self._load(weights)
         except (RuntimeError, ValueError, AssertionError, KeyError) as error:
             raise RunError(
@@ -221,7 +220,7 @@ class InProcess:
     def _running(self, waiting: dict[str, int]) -> Iterator[Iterator[list[Any]]]:
         """Yields the outputs of each step while requests are `waiting`; after an error the others are aborted."""
         try:
-            with _kernel_threads(self._threads):
+            with _one_kernel_thread():
                 yield self._steps(waiting)
         finally:
             if waiting:
@@ -320,11 +319,11 @@ def _temporary_files(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _kernel_threads(count: int) -> Iterator[None]:
-    """OpenMP threads of this thread of the process; vLLM replaces torch's setter, which is put back."""
+def _one_kernel_thread() -> Iterator[None]:
+    """One OpenMP thread for this thread of the process; vLLM replaces torch's setter, which is put back."""
     setter = torch.set_num_threads
     before = torch.get_num_threads()
-    setter(count)
+    setter(1)
     try:
         yield
     finally:

@@ -41,8 +41,6 @@ class VllmSettings(ServerSettings):
     """on a GPU, kernels whose rounding does not depend on what else is decoded: equal requests give equal tokens,
     slower; False: a row's seed fixes its noise alone, so a token near a tie, and all after it, may come out otherwise
     when the row is requested again or a run is repeated"""
-    cpu_threads: int = 1
-    """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
     arguments: tuple[str, ...] = ()
     """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they override others"""
     lora: AdapterSettings = field(default_factory=AdapterSettings)
@@ -50,8 +48,6 @@ class VllmSettings(ServerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cpu_threads < 1:
-            raise ValueError(f"cpu_threads: expected at least 1, got {self.cpu_threads}.")
         if self.kv_cache_gb < 0:
             raise ValueError(f"kv_cache_gb: expected at least 0, got {self.kv_cache_gb}.")
         if not 0 < self.gpu_memory <= 1:

@@ -18,16 +18,28 @@ from creditgraph.components.learner.optimizer import Optimizer
 from creditgraph.components.learner.packing.pack import PackedBatch
 from creditgraph.components.learner.step import Result, RolloutTraining
 from creditgraph.components.rollouts.segments import check_segments, generalised_advantage, segment_starts
+from creditgraph.components.rollouts.turn_rows import by_episode, check_episode_rewards, next_values, turn_gae
 from creditgraph.pipeline.core.component import Component, Context, same_rows
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.metric import Metric
-from creditgraph.pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from creditgraph.pipeline.core.payloads import (
+    Credit,
+    Rewards,
+    Segments,
+    SegmentValues,
+    Trajectories,
+    Turns,
+    check_aligned,
+)
 
 logger = logging.getLogger("creditgraph")
 
 # Values that explain less than this of the returns' variance are worse than any constant: the critic diverges.
 DIVERGED = -1.0
+
+
+ONE_WIRE = "expected one of the wires 'segments' and 'turns', got both or neither. Wire one of them."
 
 
 class ValueClip(Objective):
@@ -91,7 +103,7 @@ def with_value_head(model: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A value at the start of each response and at each segment end."""
+    """A value at the start of each response and at each segment end; of turns at both ends."""
 
     values: Annotated[SegmentValues, same_rows("trajectories")]
 
@@ -101,10 +113,12 @@ class Critic(HFNode, Component):
 
     The values are those of the weights before this iteration's steps; the end of a response has its own reward. Then it
     is trained towards R_k = v(s_k) + A_k, A being GAE with `lam` (λ = 1: the discounted reward), by the clipped value
-    loss. States inside an inherited prefix and rows with an invalid reward are not trained on. Steps with a non-finite
-    loss or gradient change no weight and are counted; a critic whose values explain nothing of the returns is said.
-    Sharding, packing, mini-batches over replicas and checkpoints are those of `learner.hf`. Where several ranks make up
-    a replica (model parallelism of the policy's learner), each holds a whole critic.
+    loss. With `turns` in place of `segments` a state is the start of a turn, GAE runs over the turns of an episode with
+    their rewards, and the end of a turn has the value of the next one's start, 0 after the last (Turn-PPO, 2512.17008;
+    second-hand). States inside an inherited prefix and rows with an invalid reward are not trained on. Steps with a
+    non-finite loss or gradient change no weight and are counted; a critic whose values explain nothing of the returns
+    is said. Sharding, packing, mini-batches over replicas and checkpoints are those of `learner.hf`. Where several
+    ranks make up a replica (model parallelism of the policy's learner), each holds a whole critic.
     """
 
     paper = "1707.06347"
@@ -135,7 +149,7 @@ class Critic(HFNode, Component):
         path: str = ""
         """folder or hub name of the initial weights, a model with the policy's tokenizer; "": those of the policy"""
         gamma: float = 1.0
-        """γ of the targets, per segment; as in `advantage.gae`"""
+        """γ of the targets, per segment or turn; as in the advantage"""
         lam: float = 1.0
         """λ of the targets: 1 is the discounted reward (VAPO's decoupled GAE)"""
         clip: float = 0.2
@@ -155,6 +169,11 @@ class Critic(HFNode, Component):
             return HFSettings(objective=objective, skip_zero_rows=False, **own)
 
     config: Config
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: Any, data: Any) -> list[str]:
+        """Segments and turns, or neither."""
+        return [f"{node.name}: {ONE_WIRE}"] if ("segments" in node.wires) == ("turns" in node.wires) else []
 
     @classmethod
     def alone(cls, config: Any) -> Any:
@@ -200,27 +219,28 @@ class Critic(HFNode, Component):
         self,
         *,
         trajectories: Trajectories,
-        segments: Annotated[Segments, same_rows("trajectories")],
         rewards: Annotated[Rewards, same_rows("trajectories")],
+        segments: Annotated[Segments | None, same_rows("trajectories")] = None,
+        turns: Annotated[Turns | None, same_rows("trajectories")] = None,
     ) -> Outputs:
         """Gives the values, then trains; all ranks call it, each with the rows of its replica."""
-        check_segments(trajectories, segments)
         check_aligned(trajectories, rewards)
         self.context.slots.begin()
         settings = self.config.training()
         tokens = trajectories.response_tokens
         nothing = tokens.with_values(torch.zeros(len(tokens.values), dtype=torch.bool))
         targets = Credit(uid=trajectories.uid, advantage=nothing.to(torch.float32), mask=nothing)
+        starts = self._starts(trajectories, rewards, segments, turns)
         training = RolloutTraining(settings, self.context, self.backend, trajectories, targets, self.version)
         with training.clock("values"):
             old = training.score(reference=False)
-        starts = segment_starts(segments.ends)
         place = tokens.offsets[:-1][starts.row_ids] + starts.values
         states = starts.with_values(old.values[place])
-        values = states.join(Jagged.from_lengths(rewards.value.float(), torch.ones_like(tokens.lengths)))
-        returns = generalised_advantage(values, rewards.value, self.config.gamma, self.config.lam)
-        returns = returns.with_values(returns.values + states.values)
+        values, returns = self._returns(states, trajectories, rewards, turns)
         finite = values.with_values(~torch.isfinite(values.values)).sum() == 0
+        if turns is not None:
+            episode = by_episode(trajectories, turns)
+            finite = episode.spread(episode.with_values(~finite).sum() == 0).values
         trained = (finite & rewards.valid)[starts.row_ids] & (starts.values >= trajectories.inherited[starts.row_ids])
         target, mask = torch.zeros(len(tokens.values)), nothing.values.clone()
         target[place[trained]] = returns.values[trained]
@@ -236,6 +256,36 @@ class Critic(HFNode, Component):
         self.trained_tokens += result.tokens
         self._log(result, training.seconds | fit.seconds, returns.values[trained], states.values[trained], finite)
         return Outputs(values=SegmentValues(uid=trajectories.uid, values=values))
+
+    def _starts(
+        self, trajectories: Trajectories, rewards: Rewards, segments: Segments | None, turns: Turns | None
+    ) -> Jagged:
+        """The states: response tokens before each segment, or before each turn that has tokens; int64."""
+        if segments is not None and turns is None:
+            check_segments(trajectories, segments)
+            return segment_starts(segments.ends)
+        if segments is not None or turns is None:
+            raise ConfigError(f"node '{self.context.node}': {ONE_WIRE}")
+        check_episode_rewards(rewards, turns)
+        filled = (trajectories.response_tokens.lengths > 0).long()
+        return Jagged.from_lengths(torch.zeros(int(filled.sum()), dtype=torch.int64), filled)
+
+    def _returns(
+        self, states: Jagged, trajectories: Trajectories, rewards: Rewards, turns: Turns | None
+    ) -> tuple[Jagged, Jagged]:
+        """The values at boundaries, and the target v + A of each state, both float32."""
+        config = self.config
+        if turns is None:
+            ends = torch.ones_like(trajectories.response_tokens.lengths)
+            values = states.join(Jagged.from_lengths(rewards.value.float(), ends))
+            advantage = generalised_advantage(values, rewards.value, config.gamma, config.lam).values
+        else:
+            episodes = by_episode(trajectories, turns)
+            value = torch.zeros(len(turns)).index_copy(0, states.row_ids, states.values)
+            both = torch.stack([value, next_values(value, episodes)], 1)
+            values = Jagged.from_lengths(both.reshape(-1), torch.full((len(turns),), 2))
+            advantage = turn_gae(episodes, value.double(), config.gamma, config.lam)[states.row_ids].float()
+        return values, states.with_values(advantage + states.values)
 
     def _log(self, result: Result, seconds: dict[str, float], returns: Tensor, values: Tensor, finite: Tensor) -> None:
         """Logs numbers of all replicas, and warns once of a critic that diverges."""

@@ -1,5 +1,7 @@
 """`distill`: the reverse KL divergence to a teacher, on sampled tokens or over the teacher's most likely ones."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -27,20 +29,19 @@ def top_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return inside + rest * (rest.log() - teacher_rest.log())
 
 
-LARGEST_RATIO = 3.0  # largest ρ of the form on sampled tokens
-
-
 class Distill(Objective):
     """KL(π_θ ‖ q) at every token of the policy's own responses, q being a teacher.
 
     - Where the credit has candidates (columns "candidate_i" and "teacher_logprob_i"), the divergence over them, with
       the gradient of every π_v. The rest of the vocabulary counts as one more token (ours).
     - Elsewhere −sg[ρ_t (A_t − log ρ_t)] log π_θ(y_t), with A_t = log q(y_t) − log π_old(y_t) as the credit: the policy
-      gradient of −KL, whose expectation over y_t is the exact one. ρ_t = π_θ/π_old corrects later steps on the same
-      batch and is at most 3. With a credit that adds an outcome to A_t, so does the loss.
+      gradient of −KL, whose expectation over y_t is the exact one. Later steps on the same batch subtract log ρ_t,
+      ρ_t = π_θ/π_old, so that the gap is that of the present policy, and are weighed by ρ_t, at most `max_ratio`: below
+      it the expectation stays exact. With a credit that adds an outcome to A_t, so does the loss.
 
     The effect of a token on the divergence at later ones is left out. Source: on-policy distillation (2306.13649, and
-    Thinking Machines' notes of 2025 for the form on sampled tokens), second-hand.
+    Thinking Machines' notes of 2025 for the form on sampled tokens, which neither subtracts log ρ_t nor bounds ρ_t),
+    second-hand. SDPO (2601.20802) bounds ρ_t by 2, and so do its candidates' terms in TRL.
     """
 
     metrics = (
@@ -48,13 +49,27 @@ class Distill(Objective):
         Metric("teacher_kl", "nats", "reverse KL to the teacher per trained token, estimated by what is trained on"),
     )
 
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Weights of later steps on the same batch."""
+
+        max_ratio: float = 3.0
+        """largest ρ"""
+        weigh_candidates: bool = False
+        """weigh the divergence over candidates by ρ too, as TRL does; its mean is the same below the bound"""
+
+        def __post_init__(self) -> None:
+            if self.max_ratio < 1:
+                raise ValueError(f"expected max_ratio ≥ 1, got {self.max_ratio}.")
+
+    config: Config
     needs_credit = False  # where the gap of the sampled token is 0, those of others need not be
 
     def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
         """Loss per token."""
         mask = inputs.mask.values
         log_ratio = (inputs.logprobs.values - inputs.old_logprobs.values).detach()
-        ratio = safe_exp(log_ratio, mask, meters).clamp(max=LARGEST_RATIO)
+        ratio = safe_exp(log_ratio, mask, meters).clamp(max=self.config.max_ratio)
         gap = inputs.advantage.values - log_ratio
         teacher = numbered(inputs.columns, TEACHER_LOGPROB)
         if teacher is None:
@@ -64,4 +79,4 @@ class Distill(Objective):
         # A part without rows has no log-probs of candidates.
         loss = top_divergence(torch.zeros_like(teacher) if student is None else student, teacher)
         meters.mean("teacher_kl", loss.detach(), mask)
-        return loss
+        return ratio * loss if self.config.weigh_candidates else loss

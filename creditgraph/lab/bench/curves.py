@@ -32,6 +32,7 @@ class Curve:
         steps: optimiser steps.
         trained: tokens in the loss.
         seconds: wall time, evaluation not counted.
+        length: tokens of an evaluated response, mean; NaN where the evaluation does not count them.
         accuracy: held-out accuracy.
         iterations: iterations done.
         total_tokens, total_steps: of all iterations done.
@@ -42,6 +43,7 @@ class Curve:
     steps: Floats
     trained: Floats
     seconds: Floats
+    length: Floats
     accuracy: Floats
     iterations: int
     total_tokens: float
@@ -65,7 +67,7 @@ class Curve:
         """The curve with its last accuracy at so many optimiser steps too, if it ends before them."""
         if not self.end("steps") < steps:
             return self
-        others = ("tokens", "processed", "trained", "seconds", "accuracy")
+        others = ("tokens", "processed", "trained", "seconds", "length", "accuracy")
         held: dict[str, Any] = {name: np.append(getattr(self, name), getattr(self, name)[-1]) for name in others}
         return replace(self, steps=np.append(self.steps, steps), **held)
 
@@ -111,6 +113,7 @@ def read_curve(rows: Sequence[dict[str, Any]], metric: str = ACCURACY) -> Curve:
         steps=at[:, 2],
         trained=at[:, 3],
         seconds=at[:, 4],
+        length=np.array([_length(row) for row in points], dtype=np.float64),
         accuracy=np.array([row[metric] for row in points], dtype=np.float64),
         iterations=len(done),
         total_tokens=float(spent[:, 0].sum()),
@@ -124,6 +127,13 @@ def _trained_on(row: dict[str, Any], names: Sequence[str]) -> float:
     own = float(sum(row.get(f"{ENGINE}/{name}", 0.0) for name in names))
     others = [row.get(f"{EVALUATOR}/{name}", math.nan if name == "prefill_tokens" else 0.0) for name in names]
     return own - sum(others) if evaluated else own
+
+
+def _length(row: dict[str, Any]) -> float:
+    """Tokens per response of an evaluation: greedy ones, and n further samples of each problem."""
+    samples = [int(key.rpartition("_")[2]) for key in row if key.startswith(f"{EVALUATOR}/mean_at_")]
+    responses = row.get(f"{EVALUATOR}/problems", math.nan) * (1 + sum(samples))
+    return float(row.get(f"{EVALUATOR}/sampled_tokens", math.nan) / responses)
 
 
 def next_iterations(curve: Curve, budget: float, steps: float = 0) -> int:

@@ -42,12 +42,12 @@ def across_families(results: Results, fewest: int = FEWEST_FAMILIES) -> list[Acr
             pair = results.pair(name, method, cell.baseline_of(method), "tokens")
             if pair is None or any(map(few, pair["fewest_steps"])):
                 continue
-            labels, gain = _labels(cell, method), results.compared(name, pair).difference
-            if not cell.methods[method].baseline and len(labels[0]) < len(labels[1]):
-                labels, gain = labels[::-1], -gain  # of two baselines the plainer one is the other's
-            found.setdefault(labels, {}).setdefault(cell.family, []).append(gain)
+            names, gain = labels(cell, method), results.compared(name, pair).difference
+            if not cell.methods[method].baseline and len(names[0]) < len(names[1]):
+                names, gain = names[::-1], -gain  # of two baselines the plainer one is the other's
+            found.setdefault(names, {}).setdefault(cell.family, []).append(gain)
             if cell.methods[method].knows_errors:
-                knowing.add(labels[0])
+                knowing.add(names[0])
     rows = [
         Across(
             method=method,
@@ -61,7 +61,7 @@ def across_families(results: Results, fewest: int = FEWEST_FAMILIES) -> list[Acr
     return sorted(rows, key=lambda row: -row.result.difference)
 
 
-def _labels(cell: Cell, method: str) -> tuple[str, str]:
+def labels(cell: Cell, method: str) -> tuple[str, str]:
     """A method and its baseline, without the settings that both have: cells of other batches name them alike."""
     one, other = cell.methods[method], cell.methods[cell.baseline_of(method)]
     first, second = (

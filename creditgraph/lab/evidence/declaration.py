@@ -59,6 +59,9 @@ class Family:
     metric: str = ACCURACY
     """what is compared: greedy accuracy, or evaluator/mean_at_<n> (with evaluator.samples=<n> in the settings), for
     families whose greedy model starts too high or far from the samples that are trained"""
+    warm_start: str = ""
+    """arguments of tools/make_tiny_model for a model of its own, warm-started from another random seed; "" for a
+    shipped one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,8 @@ class Cell:
         for name in ("title", "regime", "seconds", "withdrawn", *SWEEP):
             del values[name]
         del values["family"]["title"]
+        if not family.warm_start:
+            del values["family"]["warm_start"]
         for entry in values["methods"].values():
             del entry["seconds"], entry["baseline"], entry["knows_errors"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

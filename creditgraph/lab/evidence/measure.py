@@ -58,6 +58,8 @@ class Lab:
         cell = self.cell(name)
         folder = self.folder / name / ("sweep" if sweep else "runs")
         overrides = self.declaration.settings(name, sweep)
+        if self.declaration.families[cell.family].warm_start:
+            overrides += (f"model.path={self.model_folder(cell.family)}",)
         metric = self.declaration.families[cell.family].metric
         return Plan(
             budget=cell.tokens,
@@ -67,6 +69,25 @@ class Lab:
             metric=metric,
             config_dirs=self.config_dirs,
         )
+
+    def model_folder(self, family: str) -> Path:
+        """Where the model of a family is that has one of its own."""
+        return self.folder / "models" / family
+
+    def make_models(self, names: Sequence[str], say: Callable[[str], None]) -> None:
+        """Makes the models of these cells' families that are missing.
+
+        Raises:
+            ConfigError: a model could not be made.
+        """
+        for family in dict.fromkeys(self.cell(name).family for name in names):
+            out, how = self.model_folder(family), self.declaration.families[family].warm_start
+            if how and not out.exists():
+                command = ["tools/make_tiny_model", *how.split(), "--out", str(out.with_suffix(".part"))]
+                say(" ".join(command))
+                if subprocess.run(command, cwd=ROOT.parent, stdout=subprocess.DEVNULL).returncode:
+                    raise ConfigError(f"{' '.join(command)} failed, see above.")
+                out.with_suffix(".part").rename(out)
 
     def measure(self, name: str) -> dict[str, Any]:
         """Trains what is missing of a cell and returns its entry of results.json.
@@ -196,7 +217,7 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
     for name, by_seed in curves.items():
         if by_seed:
             each = list(by_seed.values())
-            methods[name] = {
+            row: dict[str, Sequence[float]] = {
                 "seeds": list(by_seed),
                 "start": _rounded(c.accuracy[0] for c in each),
                 "accuracy": _rounded(c.at(cell.tokens) for c in each),
@@ -204,7 +225,9 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
                 "steps": _rounded(c.of("steps", cell.tokens) for c in each),
                 "processed": _rounded(c.of("processed", cell.tokens) for c in each),
                 "seconds": _rounded(c.of("seconds", cell.tokens) for c in each),
+                "length": _rounded(c.of("length", cell.tokens) for c in each),
             }
+            methods[name] = {key: values for key, values in row.items() if not any(map(math.isnan, values))}
     known = [(a, b) for a, b in pairs if len(curves.get(a, {}).keys() & curves.get(b, {}).keys()) > 1]
     compared = [_pair(cell, curves, pair, axis) for pair in known for axis in AXES]
     return {"methods": methods, "pairs": [pair for pair in compared if not math.isnan(pair["at"])]}
@@ -281,6 +304,7 @@ def measure_all(lab: Lab, names: Sequence[str], kept: Path, say: Callable[[str],
             f"{kept} names the commit of each result: commit the changes first, or name another --results."
         )
     complete = True
+    lab.make_models(names, say)
     for name in names:
         say(f"cell {name}: {lab.cell(name).title}")
         entry = lab.measure(name)

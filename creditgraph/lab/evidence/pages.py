@@ -9,6 +9,7 @@ from typing import Any
 from creditgraph.lab.bench.curves import Axis
 from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.evidence.across import across_families
+from creditgraph.lab.evidence.costs import COSTS, cheaper, head_to_head, method_costs, ratio
 from creditgraph.lab.evidence.declaration import Cell
 from creditgraph.lab.evidence.verdicts import DECIDED, Results, Verdict, collapsed, few
 from creditgraph.lab.prediction.cells import read_cells
@@ -134,8 +135,21 @@ def across_block(results: Results) -> str:
         ahead = f"{sum(gain > 0 for gain in row.gains.values())} of {len(row.gains)}"
         extremes = [f"{gain:+.3f} `{family}`" for family, gain in (least, most)]
         rows.append([f"`{row.method}`", f"`{row.baseline}`", ahead, row.result.text(), *extremes])
-    head = ["method", "against", "families ahead", "mean of families [95 %]", "least", "most"]
+    head = ["method", "against", "families and models where it is higher", "mean [95 %]", "least", "most"]
     return table(head, rows) if rows else NOTHING
+
+
+def costs_block(results: Results) -> str:
+    """docs/evidence.md: what a step of each method takes, and whether SRPO is cheaper than RRPO."""
+    both = head_to_head(results, "toy_srpo", "toy_rrpo")
+    said = [f"{AXIS_NAMES.get(cost, cost)}: {cheaper('SRPO', 'RRPO', both.get(cost, ()))}" for cost in COSTS[:-1]]
+    rows = [
+        [f"`{method}`", f"`{base}`", *(ratio(logs[cost]) for cost in COSTS)]
+        for (method, base), logs in method_costs(results).items()
+    ]
+    head = ["method", "against", "sampled tokens", "processed tokens", "seconds", "response length"]
+    sentence = f"**Is SRPO cheaper than RRPO?** Per optimiser step and prompt, {'; '.join(said)}."
+    return f"{sentence}\n\n{folded('Every method', table(head, rows))}"
 
 
 def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:

@@ -220,8 +220,6 @@ def estimate_memory(
         cache = serving.cache_bytes
     elif serving.share:
         cache = max(0.0, serving.share * device.memory - weights)
-    elif serving.cache_tokens:
-        cache = min(cache, max(serving.cache_tokens * shape.kv_bytes, row))
     elif serving.in_process:
         left = device.memory * (1 - RESERVED) - sum(learner.values()) - weights
         cache = max(min(cache, left), least - weights)

@@ -7,6 +7,7 @@ import torch
 import turn_problem as problem
 
 from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.trees.leaves import TreeLeaves
 from creditgraph.components.advantage.trees.siblings import TreeSiblings
 from creditgraph.components.advantage.turns.gigpo import GiGPO
 from creditgraph.components.advantage.turns.information_gain import InformationGain
@@ -156,6 +157,15 @@ def test_means_over_leaves_favour_what_leads_to_many(toolbox, advantage):
     close(result[1:], problem.TRUE[1:])
     # Two levels have no subtrees of different sizes.
     close(problem.expected_over_trees(toolbox, advantage(TreeSiblings, **settings), 2, (2,)), problem.TRUE)
+
+
+def test_leaves_count_a_level_by_what_is_below_and_are_biased_in_deep_trees(toolbox, advantage):
+    leaves = advantage(TreeLeaves, normalize="mean")
+    close(problem.expected_over_trees(toolbox, leaves, 2, ()), problem.TRUE)
+    deep = problem.expected_over_trees(toolbox, leaves, 2, (2, 2))
+    assert problem.cosine(deep, problem.TRUE) == pytest.approx(0.956, abs=1e-3)
+    parts = (deep / problem.TRUE)[:, 0].tolist()
+    assert parts == pytest.approx([1.258, 6.325, 6.750, 12.161], abs=1e-3)  # turn 1 starts in state 1 or 2
 
 
 LIKELIHOOD = [0.2, 0.5, 0.4, 0.7]

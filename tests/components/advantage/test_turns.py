@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.trees.leaves import TreeLeaves
 from creditgraph.components.advantage.trees.siblings import TreeSiblings
 from creditgraph.components.advantage.turns.gigpo import GiGPO
 from creditgraph.components.advantage.turns.information_gain import InformationGain
-from creditgraph.components.advantage.turns.turn_gae import TurnGAE, turn_gae
+from creditgraph.components.advantage.turns.turn_gae import TurnGAE
 from creditgraph.components.advantage.turns.turn_group import TurnGroup
 from creditgraph.components.rewards.episode import EpisodeRewards
-from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups
+from creditgraph.components.rollouts.turn_rows import by_episode, returns_to_go, state_groups, turn_gae
 from creditgraph.components.value.state_mean import StateMean
 from creditgraph.pipeline.core.errors import AlignmentError
 from creditgraph.pipeline.core.jagged import Jagged
@@ -324,7 +325,25 @@ def test_tree_of_turns_by_hand(toolbox, advantage):
     assert per_turn(advantage(TreeSiblings, **TREE)(**without_b))[3] == 0
 
 
+def test_leaves_of_a_tree_of_turns_by_hand(toolbox, advantage):
+    # As above: returns A 1.5, C 3.5, B .5 in one tree (mean 11/6), D .2 alone; across them the mean is 5.7/4 = 1.425.
+    # A2 −.3333 + .075, C2 1.6667 + 2.075, B1 −1.3333 − .925; A1 is above A and C, A0 above A, B and C, D0 above D.
+    trajectories = toolbox.trajectories(["xy"] * 6, parent=torch.tensor([-1, -1, -1, 1000, 1001, -1]))
+    turns = turns_of(trajectories, [3, 1, 1, 1], [0.5, 0, 1, 0, 3, 0.2], "abcbcx").replace(
+        turn=torch.tensor([0, 1, 2, 1, 2, 0])
+    )
+    rewards = toolbox.rewards(trajectories.uid, [1.5, 1.5, 1.5, 0, 3, 0.2])
+    given = {"trajectories": trajectories, "turns": turns, "rewards": rewards}
+    a, c, b = -1 / 3 + 0.075, 5 / 3 + 2.075, -4 / 3 - 0.925
+    expected = [a + b + c, a + c, a, b, c, 0.2 - 1.425]
+    assert per_turn(advantage(TreeLeaves, normalize="mean")(**given)) == pytest.approx(expected)
+    lines = toolbox.start(TreeLeaves, normalize="mean").explain({}, **given)
+    assert "+1.67 + (+2.08) = +3.74, leaves below: 1" in lines[4]
+
+
 def test_a_tree_without_branches_is_the_outcome_of_episodes(batch, advantage):
+    leaves = per_turn(advantage(TreeLeaves)(**batch))
+    assert leaves == pytest.approx(per_turn(advantage(TurnGroup, weight=0)(**batch)), abs=1e-5)
     tree = per_turn(advantage(TreeSiblings, **TREE)(**batch))
     outcome = per_turn(advantage(TurnGroup, normalize="mean", weight=0)(**batch))
     assert tree == pytest.approx(outcome, abs=1e-5)

@@ -9,8 +9,9 @@ from creditgraph.components.rollouts.second_turn import second_turn
 from creditgraph.components.sampler.chains import Chains
 from creditgraph.components.text.stops import decode_rows
 from creditgraph.components.verifier.exact import Exact
-from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.errors import AlignmentError, GraphError
 from creditgraph.pipeline.core.handles import Sampling
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 from creditgraph.pipeline.run.recording import from_arrow, to_arrow
 
 ALL = torch.ones(4, dtype=torch.bool)
@@ -260,3 +261,8 @@ def test_the_embedded_model_repairs_with_a_right_sibling(tiny):
     # Engine log-probs are those of the revision under the revision prompt.
     scores = tiny.policy.score(out.revisions.prompt_tokens, out.revisions.response_tokens)
     torch.testing.assert_close(scores.logprobs.values, out.revisions.engine_logprobs.values, rtol=0, atol=1e-4)
+
+
+def test_groups_without_two_siblings_are_refused():
+    with pytest.raises(GraphError, match=r"sampler.group_size: expected at least 3, .* two siblings or more, got 2"):
+        build_experiment(compose(["recipe=toy_ibpo", "sampler.group_size=2"]))

@@ -196,6 +196,68 @@ def test_biased_low_unless_the_bank_covers_every_rewarded_continuation(toolbox, 
     assert sum(gaps) / len(gaps) > 0.05
 
 
+def test_weights_by_hand(toolbox, table):
+    # "ab" and "bb" are right, "aa" is wrong; drawn with q = ¼, ½ and 1 of these tokens each. After nothing, p of "ab"
+    # and "bb" are p1 and p2: distinct p1 + p2, mean (p1 + p2)/2, proposal (p1/¼² + p2/½²)/3. After "a", of the drawn
+    # rests "b" (q ¼), "b" (q ½) and "a": distinct p, mean p, proposal (p/¼ + p/½)/3.
+    policy = table()
+    trajectories, segments = _each_token(toolbox, ["ab", "bb", "aa"])
+    q = torch.tensor([0.25, 0.25, 0.5, 0.5, 1.0, 1.0])
+    trajectories = trajectories.replace(engine_logprobs=trajectories.response_tokens.with_values(q.log()))
+    inputs = {
+        "trajectories": trajectories,
+        "segments": segments,
+        "rewards": toolbox.rewards(trajectories.uid, [1.0, 1.0, 0.0]),
+        "prompts": toolbox.prompts(["P"]),
+    }
+    p1, p2, p = (policy.probability(*text) for text in (("P", "ab"), ("P", "bb"), ("Pa", "b")))
+    settings = EXIT | {"value": "continuation", "length_normalise": False}
+    for weights, first, second in (
+        ("distinct", p1 + p2, p),
+        ("mean", (p1 + p2) / 2, p),
+        ("proposal", (16 * p1 + 4 * p2) / 3, (4 * p + 2 * p) / 3),
+    ):
+        node = toolbox.start(AnswerLikelihood, weights=weights, **settings)
+        assert node.run(policy=policy, **inputs).values.values.row(0).tolist() == pytest.approx([first, second, 1.0])
+    # With two draws, a wrong one still counts: the third trajectory is not among them.
+    two = toolbox.start(AnswerLikelihood, weights="proposal", references=2, **settings)
+    assert float(two.run(policy=policy, **inputs).values.values.row(2)[0]) == pytest.approx((16 * p1 + 4 * p2) / 2)
+    with pytest.raises(ValueError, match=r"expected value 'continuation' and length_normalise false with 'proposal'"):
+        AnswerLikelihood.Config(weights="proposal")
+
+
+@pytest.mark.parametrize("covers", [True, False])
+def test_proposal_weights_are_unbiased_where_the_draws_cover_what_is_rewarded(toolbox, table, reference, covers):
+    # E over all pairs of responses, each drawn with q, of v̂ at each prefix of the first one, against v of the policy.
+    # Where q never writes b after an a, what the policy earns with it is missing.
+    policy, texts = table(), ["".join(t) for t in product("ab", repeat=3)]
+
+    def drawn(text, k):
+        plain = policy.next("P" + text[:k])[text[k]]
+        return plain if covers or text[k - 1 : k] != "a" else float(text[k] == "a")
+
+    q = {text: [drawn(text, k) for k in range(3)] for text in texts}
+    kept = [t for t in texts if math.prod(q[t]) > 0]
+    node = toolbox.start(AnswerLikelihood, **EXIT, value="continuation", length_normalise=False, weights="proposal")
+    total, mass = {}, {}
+    for pair in product(kept, repeat=2):
+        trajectories, segments = _each_token(toolbox, list(pair))
+        logs = torch.tensor([q[t] for t in pair]).log().reshape(-1)
+        trajectories = trajectories.replace(engine_logprobs=trajectories.response_tokens.with_values(logs))
+        rewards = toolbox.rewards(trajectories.uid, [float(t.endswith("b")) for t in pair])
+        given = {"trajectories": trajectories, "segments": segments, "rewards": rewards}
+        values = node.run(policy=policy, prompts=toolbox.prompts(["P"]), **given).values.values.row(0).tolist()
+        weight = math.prod(q[pair[0]]) * math.prod(q[pair[1]])
+        for k in range(3):
+            total[pair[0][:k]] = total.get(pair[0][:k], 0.0) + weight * values[k]
+            mass[pair[0][:k]] = mass.get(pair[0][:k], 0.0) + weight
+    gaps = []
+    for prefix in total:
+        exact = reference.exact_value(policy, "P", prefix, 3, lambda s: float(s.endswith("b")))
+        gaps.append(exact - total[prefix] / mass[prefix])
+    assert gaps == pytest.approx([0.0] * 7, abs=1e-6) if covers else (min(gaps) > -1e-6 and max(gaps) > 0.1)
+
+
 def test_immediate_with_all_answers_is_the_value_of_stopping_here(toolbox, table):
     # Answers are one character; right are 1 and 2. The sum over both is P(right | exit).
     policy = table("ab12E}")

@@ -86,6 +86,14 @@ def test_an_empty_file_is_a_run_without_iterations():
     assert not Plan(budget=1, folder=Path()).is_finished(curve)
 
 
+def test_length_of_a_response_that_is_evaluated():
+    rows = [row | {"evaluator/problems": 10.0} for row in metric_rows()]
+    # 500 tokens of 10 greedy responses; with 3 further samples of each problem, of 40.
+    assert read_curve(rows).of("length", 150) == 50
+    assert read_curve([row | {"evaluator/mean_at_3": 0.5} for row in rows]).of("length", 150) == 12.5
+    assert math.isnan(read_curve(metric_rows()).of("length", 150))
+
+
 def line(tokens, accuracy, seconds=None):
     tokens = np.array(tokens, dtype=float)
     return Curve(
@@ -94,6 +102,7 @@ def line(tokens, accuracy, seconds=None):
         steps=tokens / 10,
         trained=tokens / 2,
         seconds=tokens if seconds is None else np.array(seconds, float),
+        length=tokens,
         accuracy=np.array(accuracy, float),
         iterations=len(tokens),
         total_tokens=tokens[-1],

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ from creditgraph.lab.evidence.pages import (
     across_block,
     cells_block,
     claims_block,
+    costs_block,
     paper_block,
     progress_block,
     readme_block,
@@ -126,6 +129,26 @@ def test_a_family_may_be_judged_by_another_metric_than_greedy_accuracy(tmp_path)
     assert "Accuracy is `evaluator/mean_at_1`" in cells_block(Results(lab.declaration, {}))
 
 
+def test_a_family_with_a_model_of_its_own(tmp_path, monkeypatch):
+    lab = Lab(declaration=declared(), folder=tmp_path, train=Runs())
+    family, before = lab.declaration.families["chains"], lab.declaration.digest("small")
+    lab.declaration.families["chains"] = dataclasses.replace(family, warm_start="--seed 1")
+    # Results with another model are not those of this cell.
+    assert lab.declaration.digest("small") != before
+    assert lab.plan("small", sweep=False).overrides[-1] == f"model.path={tmp_path}/models/chains"
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        Path(command[-1]).mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):  # the second time it is there
+        lab.make_models(["small", "small"], lambda line: None)
+    assert commands == [["tools/make_tiny_model", "--seed", "1", "--out", f"{tmp_path}/models/chains.part"]]
+
+
 def test_a_sweep_widens_at_an_edge_and_its_best_rate_is_frozen(tmp_path):
     runs = Runs()
     _, cells = measured(tmp_path, runs)
@@ -212,6 +235,28 @@ def test_accuracy_is_compared_at_equal_tokens_and_at_equal_steps(tmp_path):
     assert row["seconds"] == pytest.approx([10 / 3] * 3, abs=1e-4)
     assert tokens["accuracies"][0][0] - tokens["accuracies"][1][0] == pytest.approx(0.1, abs=1e-4)
     assert steps["took"]["tokens"] == [1200, 1200]
+
+
+def test_costs_per_step_and_prompt_are_multiples_of_the_baseline(tmp_path):
+    srpo, rrpo = (Entry(recipe=f"toy_{name}", baseline="grpo") for name in ("srpo", "rrpo"))
+    declaration, cells = measured(tmp_path, methods={"grpo": entry(), "good": srpo, "same": rrpo})
+    rows = cells["small"]["methods"]
+    # At 1,000 tokens: 5 steps of 2 prompts are 100 tokens a prompt, 4 of 4 prompts 62.5, and 8 of 2 prompts 62.5.
+    for name, steps, batch, length in (("grpo", 5, 2, 60), ("good", 4, 4, 30), ("same", 8, 2, 60)):
+        rows[name] |= {"steps": [steps] * 3, "batch": batch, "length": [length] * 3}
+    rows["good"]["processed"] = [2600] * 3  # grpo and rrpo: 1,300, so 130 and 81.25 a prompt
+    text = costs_block(Results(declaration, cells))
+    assert "| `srpo` | `grpo` | 0.62 (1) | 1.25 (1) | 0.62 (1) | 0.50 (1) |" in text
+    assert "sampled tokens: no difference shown, 1.00 (1) times RRPO's; processed tokens: no difference" in text
+    # A second cell, of the same numbers: an interval of no width, and half of RRPO's tokens are fewer.
+    cells["other"] = json.loads(json.dumps(cells["small"]))
+    declaration.cells["other"] = declaration.cells["small"]
+    for cell in cells.values():
+        cell["methods"]["good"]["steps"] = [8] * 3
+    text = costs_block(Results(declaration, cells))
+    assert "sampled tokens: SRPO takes less, 0.50 [0.50, 0.50] (2) times RRPO's" in text
+    del rows["good"]["processed"]  # an older result
+    assert "| `srpo` | `grpo` | 0.31 [0.31, 0.31] (2) | 0.62 (1) |" in costs_block(Results(declaration, cells))
 
 
 def test_verdicts_follow_the_corrected_p_value(tmp_path):

@@ -17,11 +17,14 @@ def run(toolbox):
     """Credits responses to one problem; the teacher likes the letters it was shown: −0.1 nats, and −2 the others."""
 
     class Policy(toolbox.policy):
-        def score(self, context, tokens, temperature=1.0):
+        def score(self, context, tokens, temperature=1.0, top=0):
             self.shown = ["".join(map(chr, row)) for row in context.to_lists()]
             rows = zip(self.shown, tokens.to_lists(), strict=True)
             values = [-0.1 if chr(token) in shown else -2.0 for shown, row in rows for token in row]
-            return Scores(logprobs=tokens.with_values(torch.tensor(values)), entropies=tokens)
+            best = torch.arange(top).repeat(len(values), 1) if top else None
+            logprobs = -(1.0 + torch.arange(top)).repeat(len(values), 1) if top else None
+            row = tokens.with_values(torch.tensor(values))
+            return Scores(logprobs=row, entropies=tokens, top_tokens=best, top_logprobs=logprobs)
 
     def start(texts, values, solution="", valid=None, credit=None, room=10_000, **settings):
         trajectories = toolbox.trajectories(texts)
@@ -52,8 +55,23 @@ def test_the_gap_by_hand(run):
     assert metrics["gap_mean"] == pytest.approx(-0.05)
     assert metrics["gap_abs_mean"] == pytest.approx(0.95)
     assert metrics["scored_tokens"] == len(policy.shown[0]) + 2
+    # Only the row that has a teacher is trained on: without a gap, an objective of divergences has other gradients.
+    assert credit.mask.to_lists() == [[True, True], [False, False]]
+    assert credit.columns == {}
     limited, _, _ = run(["QZ", "QX"], [0, 1], limit=0.5)
     assert limited.advantage.row(0).tolist() == [0.5, -0.5]
+
+
+def test_candidates_of_the_rows_that_have_a_teacher(run):
+    credit, metrics, _ = run(["QZ", "QX"], [0, 1], top=2)
+    assert credit.columns["candidate_1"].to_lists() == [[1, 1], [0, 0]]
+    assert credit.columns["teacher_logprob_1"].to_lists() == [[-2.0, -2.0], [0.0, 0.0]]
+    assert metrics["candidates_mass"] == pytest.approx(math.exp(-1) + math.exp(-2))
+    none, _, _ = run(["QZ", "QX"], [0, 0], top=2)
+    assert set(none.columns) == set(credit.columns)
+    assert not none.mask.values.any()
+    with pytest.raises(ValueError, match="expected top ≥ 0, and 0 unless form is 'gap', got 2 with 'weight'"):
+        SelfTeacher.Config(top=2, form="weight")
 
 
 def test_the_solution_and_the_verdict(run):

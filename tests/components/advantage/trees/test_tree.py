@@ -2,11 +2,14 @@
 
 import math
 import random
+import statistics
 
 import pytest
 import torch
+from reference_trees import token_owner
 
 from creditgraph.components.advantage.group import group_advantage
+from creditgraph.components.advantage.trees.leaves import TreeLeaves
 from creditgraph.components.advantage.trees.paths import TreePaths
 from creditgraph.components.advantage.trees.siblings import TreeSiblings
 from creditgraph.components.advantage.trees.tree import (
@@ -92,6 +95,55 @@ def test_path_advantage_by_hand(toolbox):
     assert once.advantage.equal(credit.advantage)
 
 
+def test_leaves_by_hand(toolbox):
+    node = toolbox.start(TreeLeaves, normalize="mean")
+    batch = _batch(toolbox, PARENT, INHERITED, LENGTH)
+    rewards = toolbox.rewards(batch.uid, [1, 0, 0])
+    credit = node.run(trajectories=batch, rewards=rewards).credit
+    # Rows 0 and 1 share a, so within their tree 1/2 and −1/2; row 2 has one alone. Across the prompt, mean 1/3: 2/3,
+    # −1/3, −1/3. a has the sum over rows 0 and 1, in which 1/2 and −1/2 cancel: 2/3 − 1/3.
+    a, b, c, d = 1 / 3, 7 / 6, -5 / 6, -1 / 3
+    for row, expected in enumerate([[a] * 3 + [b] * 2, [a] * 3 + [c] * 3, [d] * 2]):
+        assert credit.advantage.row(row).tolist() == pytest.approx(expected)
+    assert credit.mask.to_lists() == [[True] * 5, [False] * 3 + [True] * 3, [True] * 2]
+    texts = node.explain({"credit": credit}, trajectories=batch, rewards=rewards)
+    assert "0 + (+.333) = +.333, leaves below: 2" in texts[0]
+    # With row 0 invalid, row 1 is alone in its tree, and −1/2 and 1/2 are left across: 0 against 1 of row 2.
+    rewards = toolbox.rewards(batch.uid, [float("nan"), 0, 1], valid=[False, True, True])
+    credit = node.run(trajectories=batch, rewards=rewards).credit
+    assert credit.advantage.to_lists() == [[0.0] * 5, [-0.5] * 6, [0.5] * 2]
+
+
+@pytest.mark.parametrize("normalize", ["mean", "std"])
+def test_leaves_train_what_training_on_every_path_does(toolbox, normalize):
+    rng = random.Random(5)
+    for _ in range(10):
+        parent, inherited, length, reward, valid = _random_tree(rng, rng.randint(1, 9))
+        batch = _batch(toolbox, parent, inherited, length)
+        rewards = toolbox.rewards(batch.uid, reward, valid)
+        credit = toolbox.start(TreeLeaves, normalize=normalize).run(trajectories=batch, rewards=rewards).credit
+        begins = [token_owner(i, 0, parent, inherited) if length[i] else i for i in range(len(length))]
+
+        def compared(i, members, reward=reward, valid=valid):
+            if not valid[i]:
+                return 0.0
+            known = [reward[j] for j in members if valid[j]]
+            spread = statistics.pstdev(known) + 1e-6 if normalize == "std" else 1.0
+            return (reward[i] - sum(known) / len(known)) / spread
+
+        slow, fast = {}, {}
+        for i in range(len(length)):
+            own = compared(i, [j for j in range(len(length)) if begins[j] == begins[i]])
+            own += compared(i, range(len(length)))
+            for t in range(length[i]):
+                key = (token_owner(i, t, parent, inherited), t)
+                slow[key] = slow.get(key, 0.0) + own
+                if credit.mask.row(i)[t]:
+                    assert key not in fast
+                    fast[key] = float(credit.advantage.row(i)[t])
+        assert fast == pytest.approx(slow, abs=1e-4)
+
+
 def _random_tree(rng, rows):
     parent, inherited, length = [], [], []
     for row in range(rows):
@@ -158,6 +210,9 @@ def test_depth_one_is_the_group_advantage(toolbox):
         )
         assert torch.allclose(credit.advantage.values, batch.response_tokens.spread(expected).values)
         assert bool(credit.mask.values.all())
+    # Alone in its tree a leaf has nothing within it.
+    leaves = toolbox.start(TreeLeaves, normalize="mean").run(trajectories=batch, rewards=rewards).credit
+    assert torch.allclose(leaves.advantage.values, batch.response_tokens.spread(expected).values)
     paths = toolbox.start(TreePaths).run(trajectories=batch, rewards=rewards).credit
     assert torch.allclose(paths.advantage.values, 2 * batch.response_tokens.spread(expected).values)
 
@@ -259,7 +314,7 @@ def test_a_branch_without_tokens_is_still_a_leaf(toolbox):
 
 
 def test_one_chain_and_no_chain(toolbox):
-    for kind in (TreeSiblings, TreePaths):
+    for kind in (TreeSiblings, TreePaths, TreeLeaves):
         alone = _batch(toolbox, [-1], [0], [4])
         credit = toolbox.start(kind).run(trajectories=alone, rewards=toolbox.rewards(alone.uid, [1])).credit
         assert credit.advantage.values.tolist() == [0.0] * 4

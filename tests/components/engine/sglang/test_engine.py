@@ -395,5 +395,3 @@ def test_settings_that_cannot_work():
             engine.setup(Context(node="engine"))
     with pytest.raises(ValueError, match="max_rows: expected at least 1, got 0"):
         SGLangEngine.Config(max_rows=0)
-    with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
-        ProcessSettings(threads=0)

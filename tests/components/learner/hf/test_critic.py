@@ -14,13 +14,15 @@ from creditgraph.components.learner.hf.critic import Critic, ValueClip
 from creditgraph.components.learner.objective import LossInputs, Meters
 from creditgraph.components.learner.optimizer import OptimizerSettings
 from creditgraph.components.rollouts.segments import segment_starts
+from creditgraph.components.rollouts.turn_rows import episode_returns
 from creditgraph.components.segmenter.fixed import fixed_ends
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.encoding import decode, encode
-from creditgraph.pipeline.core.errors import AlignmentError
+from creditgraph.pipeline.core.errors import AlignmentError, ConfigError, GraphError
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Rewards, Segments
+from creditgraph.pipeline.core.payloads import Rewards, Segments, Turns
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 from creditgraph.pipeline.run.metrics import read_metrics
 
 
@@ -104,6 +106,70 @@ def test_values_are_those_before_the_update_and_the_end_is_the_reward(model_fold
     assert bool((second.values[~last] != 0).all())
     assert torch.equal(second.values[last], inputs["rewards"].value)
     assert first.lengths.tolist() == (inputs["segments"].ends.lengths + 1).tolist()
+
+
+def over_turns(inputs, lengths, reward):
+    """The same rows as turns of episodes with these numbers of turns; the rewards of the episodes are their sums."""
+    rows = inputs["trajectories"]
+    count = torch.tensor(lengths)
+    first = rows.uid[torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)[:-1]])]
+    turns = Turns(
+        uid=rows.uid,
+        episode=first.repeat_interleave(count),
+        turn=torch.cat([torch.arange(n) for n in lengths]),
+        state=[""] * len(rows),
+        reward=torch.tensor(reward),
+        done=torch.zeros(len(rows), dtype=torch.bool),
+        fault=[""] * len(rows),
+    )
+    rewards = inputs["rewards"].replace(value=episode_returns(turns)[0].float())
+    return {"trajectories": rows, "rewards": rewards, "turns": turns}
+
+
+def test_targets_of_turns_by_hand_and_against_a_slow_loop(model_folder, make_batch):
+    # Episodes of 2 turns and 1, rewards 1, 2 and 5, values 3, 4 and 1. δ = 1 + 4 − 3 = 2, 2 − 4 = −2, 5 − 1 = 4;
+    # λ = .5: A = 2 − 1 = 1, −2, 4, so the targets v + A are 4, 2 and 5.
+    critic = critic_of(model_folder(), lam=0.5)
+    inputs = over_turns(case(make_batch(3)[0]), [2, 1], [1.0, 2.0, 5.0])
+    states = Jagged.from_rows([[3.0], [4.0], [1.0]], torch.float32)
+    values, targets = critic._returns(states, **inputs)
+    assert values.to_lists() == [[3, 4], [4, 0], [1, 0]]
+    assert targets.to_lists() == [[4], [2], [5]]
+    critic = critic_of(model_folder(), lam=0.9, gamma=0.8)
+    draw = torch.Generator().manual_seed(0)
+    reward, value = torch.randn(2, 6, generator=draw).tolist()
+    inputs = over_turns(case(make_batch(6)[0]), [1, 3, 2], reward)
+    _, targets = critic._returns(Jagged.from_rows([[v] for v in value], torch.float32), **inputs)
+    for begin, end in ((0, 1), (1, 4), (4, 6)):
+        for t in range(begin, end):
+            following = [*value[begin:end], 0.0]
+            delta = [reward[k] + 0.8 * following[k - begin + 1] - value[k] for k in range(begin, end)]
+            expected = value[t] + sum((0.8 * 0.9) ** (k - t) * delta[k - begin] for k in range(t, end))
+            assert targets.values[t] == pytest.approx(expected, abs=1e-5)
+
+
+def test_episodes_of_one_turn_are_responses_of_one_segment(model_folder, make_batch):
+    inputs = case(make_batch(6)[0], width=10**6)
+    turns = over_turns(inputs, [1] * 6, inputs["rewards"].value.tolist())
+    one, other = critic_of(model_folder(), lam=0.7), critic_of(model_folder(), lam=0.7)
+    first, second = steps(one, inputs, 3).to_lists(), steps(other, turns, 3).to_lists()
+    assert [row[0] for row in first] == [row[0] for row in second]
+    assert any(row[0] for row in first)
+
+
+def test_turns_of_invalid_episodes_are_not_trained_on(model_folder, make_batch):
+    inputs = over_turns(case(make_batch(5)[0]), [2, 3], [0.0] * 5)
+    inputs["rewards"] = inputs["rewards"].replace(valid=torch.tensor([True, True, False, False, False]))
+    with pytest.raises(AlignmentError, match="expected one reward per episode, the same on all of its turns"):
+        steps(critic_of(model_folder()), {**inputs, "rewards": inputs["rewards"].replace(value=torch.arange(5.0))}, 1)
+    critic = critic_of(model_folder())
+    values = steps(critic, inputs, 2)
+    assert values.lengths.tolist() == [2] * 5
+    assert critic.context.metrics["states"] == 2
+    with pytest.raises(ConfigError, match=r"expected one of the wires 'segments' and 'turns', got both or neither"):
+        critic.run(trajectories=inputs["trajectories"], rewards=inputs["rewards"])
+    with pytest.raises(GraphError, match=r"value: expected one of the wires 'segments' and 'turns', got both or"):
+        build_experiment(compose(["recipe=toy_ppo", "nodes.value.in.segments=null"]))
 
 
 def test_the_loss_by_hand():

@@ -8,6 +8,7 @@ from creditgraph.components.learner.objective import LossInputs, ObjectiveSettin
 from creditgraph.components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB
 from creditgraph.components.learner.objective.distill import TEACHER_LOGPROB, top_divergence
 from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.settings import SettingsError
 
 DISTILL = ObjectiveSettings(use="distill")
 VOCABULARY = 5
@@ -92,6 +93,39 @@ def test_later_steps_measure_the_gap_from_the_present_policy():
     (gradient,) = torch.autograd.grad(loss.values.sum(), part.logprobs.values)
     assert gradient.tolist() == pytest.approx([-2 * (1 - log2), 3.0])
     assert metrics["teacher_kl"] == pytest.approx(-(1 - log2 + 1 - 2) / 2)
+
+
+def test_a_lower_bound_and_weighed_candidates():
+    # SDPO's bound: of the ratios e and 1/2 the first becomes 2. Candidates have one divergence, ¼ log 2, at each token.
+    log2 = torch.tensor(2.0).log().item()
+    part = by_hand([1.0, -log2], [1.0, 1.0])
+    bounded = ObjectiveSettings(use="distill", config={"max_ratio": 2.0})
+    _, loss, _ = losses(part, bounded)
+    (gradient,) = torch.autograd.grad(loss.values.sum(), part.logprobs.values)
+    assert gradient.tolist() == pytest.approx([-2 * (1 - 1), -0.5 * (1 + log2)])
+    student, teacher = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.25]).log()
+    columns = {f"{CANDIDATE_LOGPROB}{v}": student[v].repeat(2) for v in range(2)}
+    columns |= {f"{TEACHER_LOGPROB}{v}": teacher[v].repeat(2) for v in range(2)}
+    part = part.with_columns(**{name: part.mask.with_values(values) for name, values in columns.items()})
+    assert losses(part, bounded)[1].values.tolist() == pytest.approx([0.25 * log2] * 2)
+    weighed = ObjectiveSettings(use="distill", config={"max_ratio": 2.0, "weigh_candidates": True})
+    assert losses(part, weighed)[1].values.tolist() == pytest.approx([0.5 * log2, 0.125 * log2])
+    with pytest.raises(SettingsError, match=r"expected max_ratio ≥ 1, got 0\.5"):
+        ObjectiveSettings(use="distill", config={"max_ratio": 0.5})
+
+
+def test_off_policy_the_expectation_is_exact_below_the_bound():
+    # Tokens of π_old, Σ_y π_old(y) ρ(y) (A(y) − log ρ(y)) ∇log π(y), against autograd of the exact divergence of π.
+    logits, teacher = distributions()
+    old = (logits + torch.linspace(-0.4, 0.4, VOCABULARY)).log_softmax(-1).detach()
+    total = torch.zeros_like(logits)
+    for token in range(VOCABULARY):
+        student = logits.log_softmax(-1)[:, token]
+        part = inputs(student, teacher[:, token] - old[:, token], {})
+        part = part.replace(old_logprobs=part.logprobs.with_values(old[:, token]))
+        _, loss, _ = losses_of(part)
+        total += torch.autograd.grad((old[:, token].exp() * loss.values).sum(), logits)[0]
+    torch.testing.assert_close(total, exact_gradient(logits, teacher))
 
 
 def losses_of(part):

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from creditgraph.pipeline.app.evaluate.estimates import estimate, majority, majority_at, pass_values, resampled_means
+from creditgraph.lab.evaluate.estimates import estimate, majority, majority_at, pass_values, resampled_means
 from creditgraph.pipeline.core.streams import Stream
 
 

@@ -1,8 +1,12 @@
 """A run of two iterations and a whole evaluation of the embedded model, each made once for all files."""
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 from small_suite import SMALL, evaluate, write_suite
 
 from creditgraph.pipeline.app.cli import main

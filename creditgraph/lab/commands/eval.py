@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
     """Evaluates on the suite of suite=NAME or, without one, with the evaluators of the run's graph."""
     runs, settings = split_arguments(options.overrides)
     if any(text.startswith("suite=") for text in settings):
-        from creditgraph.pipeline.app.evaluate.command import evaluate_suite
+        from creditgraph.lab.evaluate.command import evaluate_suite
 
         arguments = [*([f"run={','.join(runs)}"] if runs else []), *settings]
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from creditgraph.pipeline.app.evaluate.estimates import (
+from creditgraph.lab.evaluate.estimates import (
     Estimate,
     Floats,
     estimate,
@@ -14,8 +14,8 @@ from creditgraph.pipeline.app.evaluate.estimates import (
     pass_values,
     resampled_means,
 )
-from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore
-from creditgraph.pipeline.app.evaluate.suite import Suite, SuiteTask
+from creditgraph.lab.evaluate.items import Chunk, ItemStore
+from creditgraph.lab.evaluate.suite import Suite, SuiteTask
 from creditgraph.pipeline.core.streams import Stream
 
 COLUMNS = ("problem", "problem_id", "answer", "correct", "valid", "reward", "finish_reason", "flagged")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from creditgraph.pipeline.app.evaluate.suite import Contamination
+from creditgraph.lab.evaluate.suite import Contamination
 
 Gram = tuple[str, ...]
 

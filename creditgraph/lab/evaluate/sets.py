@@ -14,8 +14,8 @@ from creditgraph.components.data.loading import load_data, make_prompts
 from creditgraph.components.data.sources import parse_source
 from creditgraph.components.models.load import context_length
 from creditgraph.components.verifier.base import verifier_of
-from creditgraph.pipeline.app.evaluate.items import short_hash
-from creditgraph.pipeline.app.evaluate.suite import Suite, SuiteTask
+from creditgraph.lab.evaluate.items import short_hash
+from creditgraph.lab.evaluate.suite import Suite, SuiteTask
 from creditgraph.pipeline.core.component import Context, ModelSpec, set_up
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
 from creditgraph.pipeline.core.handles import Verifier

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from creditgraph.pipeline.app.evaluate.contamination import find_overlaps, report_of, words_of
-from creditgraph.pipeline.app.evaluate.suite import Contamination
+from creditgraph.lab.evaluate.contamination import find_overlaps, report_of, words_of
+from creditgraph.lab.evaluate.suite import Contamination
 
 LONG = (
     "Find the number of ordered pairs of positive integers whose greatest common divisor is exactly twelve "

@@ -11,15 +11,15 @@ from typing import Any
 
 from creditgraph.components.data.loading import load_data
 from creditgraph.components.models.load import load_tokenizer
-from creditgraph.pipeline.app.evaluate.contamination import find_overlaps, report_of
-from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore
-from creditgraph.pipeline.app.evaluate.measure import Work, measure
-from creditgraph.pipeline.app.evaluate.request import Request, names_in, parse_request
-from creditgraph.pipeline.app.evaluate.results import results_table, write_comparison, write_results
-from creditgraph.pipeline.app.evaluate.scores import TaskScores, read_scores
-from creditgraph.pipeline.app.evaluate.sets import Problems, SuiteVerifiers, data_entry, load_problems
-from creditgraph.pipeline.app.evaluate.subject import Engines, Subject, open_model_subject, open_run_subject
-from creditgraph.pipeline.app.evaluate.suite import Suite, load_suite
+from creditgraph.lab.evaluate.contamination import find_overlaps, report_of
+from creditgraph.lab.evaluate.items import Chunk, ItemStore
+from creditgraph.lab.evaluate.measure import Work, measure
+from creditgraph.lab.evaluate.request import Request, names_in, parse_request
+from creditgraph.lab.evaluate.results import results_table, write_comparison, write_results
+from creditgraph.lab.evaluate.scores import TaskScores, read_scores
+from creditgraph.lab.evaluate.sets import Problems, SuiteVerifiers, data_entry, load_problems
+from creditgraph.lab.evaluate.subject import Engines, Subject, open_model_subject, open_run_subject
+from creditgraph.lab.evaluate.suite import Suite, load_suite
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
 from creditgraph.pipeline.run.compose.choices import search_dirs

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import yaml
 
-from creditgraph.pipeline.app.evaluate.sets import data_entry
-from creditgraph.pipeline.app.evaluate.suite import load_suite
+from creditgraph.lab.evaluate.sets import data_entry
+from creditgraph.lab.evaluate.suite import load_suite
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.registry import load_class
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices

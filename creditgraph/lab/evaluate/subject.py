@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from creditgraph.components.models.load import resolve_model_path
-from creditgraph.pipeline.app.evaluate.request import Request
-from creditgraph.pipeline.app.evaluate.sets import output_of
+from creditgraph.lab.evaluate.request import Request
+from creditgraph.lab.evaluate.sets import output_of
 from creditgraph.pipeline.core.component import Context, ModelSpec, set_up
 from creditgraph.pipeline.core.errors import ConfigError, RunError, did_you_mean
 from creditgraph.pipeline.core.handles import Policy

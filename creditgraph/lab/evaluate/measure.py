@@ -10,8 +10,8 @@ from torch import Tensor
 from creditgraph.components.rollouts.requests import keyed_seeds, sample_fresh
 from creditgraph.components.rollouts.rewards import finite_rewards
 from creditgraph.components.text.templates import extract_answer
-from creditgraph.pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
-from creditgraph.pipeline.app.evaluate.sets import Problems
+from creditgraph.lab.evaluate.items import Chunk, ItemStore, plan, short_hash
+from creditgraph.lab.evaluate.sets import Problems
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.payloads import Rewards, Trajectories
 from creditgraph.pipeline.core.streams import Stream

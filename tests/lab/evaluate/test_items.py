@@ -3,7 +3,7 @@
 import pyarrow.parquet as pq
 import pytest
 
-from creditgraph.pipeline.app.evaluate.items import SCHEMA, Chunk, ItemStore, plan, short_hash
+from creditgraph.lab.evaluate.items import SCHEMA, Chunk, ItemStore, plan, short_hash
 from creditgraph.pipeline.core.errors import RunError
 
 MADE = {"suite": "s", "suite_version": 1, "task": {"samples": 2, "temperature": 1.0}, "weights": "abc"}

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from creditgraph.pipeline.app.evaluate.measure import Work
-from creditgraph.pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order, paired, task_results
-from creditgraph.pipeline.app.evaluate.sets import Problems
-from creditgraph.pipeline.app.evaluate.subject import Subject
-from creditgraph.pipeline.app.evaluate.suite import Suite
+from creditgraph.lab.evaluate.measure import Work
+from creditgraph.lab.evaluate.scores import TaskScores, mean_results, metric_order, paired, task_results
+from creditgraph.lab.evaluate.sets import Problems
+from creditgraph.lab.evaluate.subject import Subject
+from creditgraph.lab.evaluate.suite import Suite
 from creditgraph.pipeline.app.text import markdown_table
 from creditgraph.pipeline.run.run_directory import write_aside, write_json
 

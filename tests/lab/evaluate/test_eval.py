@@ -14,8 +14,8 @@ from small_suite import SUITE, evaluate, items, records, write_suite
 from creditgraph.components.data.sources import parse_source
 from creditgraph.components.models.load import resolve_model_path
 from creditgraph.components.tasks import TASKS
+from creditgraph.lab.evaluate.sets import data_entry
 from creditgraph.pipeline.app.cli import main
-from creditgraph.pipeline.app.evaluate.sets import data_entry
 
 CHAINS = TASKS["chains"]
 

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from creditgraph.pipeline.app.evaluate.request import Request
-from creditgraph.pipeline.app.evaluate.subject import open_model_subject, open_run_subject
+from creditgraph.lab.evaluate.request import Request
+from creditgraph.lab.evaluate.subject import open_model_subject, open_run_subject
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.run.compose.choices import search_dirs
 from creditgraph.pipeline.run.compose.experiment import compose

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from creditgraph.pipeline.app.evaluate.items import ItemStore, plan
-from creditgraph.pipeline.app.evaluate.scores import (
+from creditgraph.lab.evaluate.items import ItemStore, plan
+from creditgraph.lab.evaluate.scores import (
     TaskScores,
     estimates,
     mean_results,
@@ -15,7 +15,7 @@ from creditgraph.pipeline.app.evaluate.scores import (
     read_scores,
     task_results,
 )
-from creditgraph.pipeline.app.evaluate.suite import Suite, SuiteTask
+from creditgraph.lab.evaluate.suite import Suite, SuiteTask
 
 SUITE = Suite(name="s", title="t", version=1, resamples=200)
 
