@@ -11,6 +11,9 @@ from .components.learner.objective import Objective as Objective
 from .components.learner.objective import ObjectiveSettings as ObjectiveSettings
 from .components.learner.objective import loss_terms as loss_terms
 from .components.learner.objective.ratio import safe_exp as safe_exp
+from .components.rollouts.turn_rows import by_episode as by_episode
+from .components.rollouts.turn_rows import mean_of_others as mean_of_others
+from .components.rollouts.turn_rows import returns_to_go as returns_to_go
 from .components.verifier.base import Item as Item
 from .components.verifier.base import Verdict as Verdict
 from .components.verifier.base import VerifierComponent as VerifierComponent

@@ -11,7 +11,7 @@ from creditgraph.pipeline.app.audit.audit import failures, run_checks
 from creditgraph.pipeline.app.audit.batch import make
 from creditgraph.pipeline.app.audit.contract import CONTRACT
 from creditgraph.pipeline.app.audit.loss import LOSS
-from creditgraph.pipeline.app.audit.ours import component_target, objective_target, trajectories_of
+from creditgraph.pipeline.app.audit.ours import component_target, objective_target, trajectories_of, turn_rows
 from creditgraph.pipeline.app.audit.targets import AuditError
 from creditgraph.pipeline.app.commands import audit
 from creditgraph.pipeline.core.registry import load_class
@@ -21,13 +21,11 @@ GRAPHS = sorted(path.stem for path in (CONFIGS / "graph").glob("*.yaml"))
 # What the credit of a graph needs that a made-up batch does not have.
 NOT_MADE = {
     "distill": "policy",
-    "gae_turns": "turns",
-    "gigpo": "turns",
+    "gae_turns": "values",
     "hicra": "credit",
     "ibpo": "revisions",
-    "igpo": "turns",
+    "igpo": "values",
     "intervention": "errors",
-    "mt_grpo": "turns",
     "ppo": "segments",
     "rlsd": "policy",
     "rredcot": "segments",
@@ -39,10 +37,12 @@ NOT_MADE = {
 CREDITOR = {"intervention": "expander"}  # the node of the credit, where it is not "advantage"
 DECLARED = {
     "cispo": {"loss_clip"},
+    "gigpo": {"gradient_stop", "gradient_turns"},
     "grpo_lambda": {"loss_chain", "loss_lengths"},
     "gspo": {"loss_token_credit"},
     "ibpo": {"loss_token_credit"},
     "maxrl": {"monotone", "reward_shift"},
+    "mt_grpo": {"gradient_turns"},
     "p_trace": {"loss_chain", "loss_lengths"},
     "s_trace": {"loss_chain", "loss_lengths"},
     "turn_ppo": {"loss_token_credit"},
@@ -109,6 +109,17 @@ def test_rows_of_a_batch_become_trajectories():
     assert rows.response_tokens.lengths.tolist() == [4, 1]
     assert rows.thought_ends.to_lists() == [[2, 3, 4], [1]]
     assert list(rows.finish_reason) == ["eos", "length"]
+
+
+def test_turns_of_a_batch_become_rows():
+    batch = make([1.0, 0.0], [4, 4], turns=[[0, 0, -1, 1], [0]], turn_rewards=[[0.5, 0.25], [0.75]])
+    rows, turns, row, inside = turn_rows(batch)
+    # Row 0 has a turn of two tokens and one of one token, row 1 one of one; the outcome is with the last turn.
+    assert (row.tolist(), rows.lengths.tolist(), rows.groups.tolist()) == ([0, 0, 1], [2, 1, 1], [4, 4, 4])
+    assert inside.tolist() == [[True, True, False, False], [False, False, False, True], [True, False, False, False]]
+    assert (turns.reward.tolist(), rows.rewards.tolist()) == ([0.5, 1.25, 0.75], [1.75, 1.75, 0.75])
+    assert (turns.episode.tolist(), turns.turn.tolist()) == ([1000, 1000, 1002], [0, 1, 0])
+    assert (turns.done.tolist(), turns.state) == ([False, True, True], ["start", "", "start"])
 
 
 def test_a_declaration_of_no_check_is_refused():

@@ -1,8 +1,7 @@
-"""docs/adding-a-method.md is true: its files are written to an empty folder, and all its commands run."""
+"""docs/adding-a-method.md: its parts, an error that it quotes, and shipping; tests/installed runs its commands."""
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
 OWN, SHIPPING = PAGE.split("## Shipping it here")
 FILES = dict(re.findall(r"^\*\*(\S+)\*\*\n```\w+\n(.*?)^```$", OWN, re.M | re.S))
-COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```$", OWN, re.M | re.S) for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +55,14 @@ def test_the_page_has_the_parts_it_names():
     assert list(FILES) == [
         "pass_at_k.py",
         "configs/recipe/pass_at_k.yaml",
+        "turn_rloo.py",
+        "configs/recipe/turn_rloo.yaml",
         "sapo.py",
         "configs/recipe/sapo.yaml",
         "test_pass_at_k.py",
         "test_sapo.py",
     ]
-    assert 30 <= len(FILES["pass_at_k.py"].splitlines()) <= 130
-
-
-def test_every_command_of_the_page(inside, capfd, undocumented_metrics):
-    printed = []
-    for line in COMMANDS:
-        words = shlex.split(line)
-        if words[0] != "creditgraph":
-            assert "4 passed" in run(line, inside, ROOT)
-            continue
-        assert main(words[1:]) == 0, f"{line}: {capfd.readouterr().err}"
-        printed.append(capfd.readouterr().out)
-    assert not undocumented_metrics
-    assert "follows the component contract" in printed[0]
-    assert "pass_at_k:PassAtK" in (inside / "pass_at_k.mmd").read_text()
-    assert "held-out accuracy" in printed[2]
-    assert "held-out accuracy" in printed[4]
-    assert "largest = " in printed[5]
+    assert all(len(FILES[name].splitlines()) < 60 for name in ("pass_at_k.py", "turn_rloo.py", "sapo.py"))
 
 
 @pytest.mark.parametrize("command", ["graph", "train"])

@@ -31,7 +31,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT /
 # Names with a star stand for several files. What a page has its reader write is no file of the repository.
 NAMED_PATH = re.compile(r"(?<![\w./-])(?:pipeline|components|configs|docs|slurm|tests|tools)/[\w./-]*\w(?![\w*])")
 MODULE = re.compile(r"(?<![\w/.*-])(?:[ab]/)?([\w/]+\.(?:py|js))\b")
-OF_THE_READER = re.compile(r"audit_|pass_at_k|sapo|mine|ideas\.py|sums|quiz\.py|path/to/file\.py|NAME")
+OF_THE_READER = re.compile(r"audit_|pass_at_k|turn_rloo|sapo|mine|ideas\.py|sums|quiz\.py|path/to/file\.py|NAME")
 CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.MULTILINE | re.DOTALL)
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs_gen_files") is None, reason="not installed here: pip install 'creditgraph[docs]'"
@@ -120,7 +120,7 @@ def test_every_named_file_exists(page, files):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_named_command_and_choice_exists(page):
     code = "\n".join(CODE.findall(PAGES[page]))
-    assert set(re.findall(r"(?<![\w./-])creditgraph ([a-z]+)(?= |$|`)", code)) - {"import"} <= set(ALL_COMMANDS)
+    assert set(re.findall(r"(?<![\w./-])creditgraph ([a-z]+)(?= |$|`)", code)) - {"import", "as"} <= set(ALL_COMMANDS)
     for group in ("cluster", "engine", "graph", "learner", "recipe", "setup", "suite"):
         lists = re.findall(rf"(?<![\w.-]){group}=([a-z][\w,]+)", code)
         names = {name for names in lists for name in names.split(",") if not OF_THE_READER.search(name)}

@@ -54,8 +54,6 @@ def main(options: argparse.Namespace) -> int:
     name = ",".join([recipe.removeprefix("recipe="), *settings])
     own = choose_methods([name], dirs)[-1]
     turns = is_of_turns(own, dirs)
-    if turns and not options.full:
-        raise ConfigError(f"evidence: {name} plays episodes, which the short form has no family for; add --full.")
     default = TURNS[0].recipe if turns else options.against
     against = choose_methods([default if options.against == "grpo" else options.against], dirs)[-1]
     if problem := unfair(own, against, dirs):

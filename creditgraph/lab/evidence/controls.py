@@ -60,3 +60,28 @@ class FlippedAdvantage(GroupAdvantage):
         """Pushes towards what failed."""
         credit = super().run(trajectories=trajectories, rewards=rewards, turns=turns).credit
         return Outputs(credit=credit.replace(advantage=credit.advantage.with_values(-credit.advantage.values)))
+
+
+class OracleTurns(GroupAdvantage):
+    """The positive control over turns: GRPO's advantage, in a failed episode on its first wrong turn alone.
+
+    The states must be those of `environment.thoughts`, which say whether all turns before were right.
+    """
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        turns: Annotated[Turns | None, same_rows("trajectories")] = None,
+    ) -> Outputs:
+        """Keeps the advantage of right episodes, and of the last turn before which all were right."""
+        assert turns is not None
+        credit = super().run(trajectories=trajectories, rewards=rewards, turns=turns).credit
+        right = torch.tensor([" right" in state for state in turns.state])
+        right_after = torch.cat([right[1:] & (turns.turn[1:] > 0), torch.zeros(1, dtype=torch.bool)])
+        kept = rewards.correct | (right & ~right_after)
+        tokens = trajectories.response_tokens
+        return Outputs(
+            credit=credit.replace(advantage=tokens.with_values(credit.advantage.values * tokens.spread(kept).values))
+        )

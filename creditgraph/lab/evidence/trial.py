@@ -24,15 +24,19 @@ MARGIN = 0.03  # smaller differences are none
 Word = Literal["helps", "hurts", "no difference above .03", "too noisy"]
 CODES: dict[Word, int] = {"helps": 0, "hurts": 3, "no difference above .03": 4, "too noisy": 5}
 """Exit codes; 1 says that a run failed, 2 that the call is wrong."""
-CONTROLS = {
-    "oracle": (
-        f"advantage.use={controls.__name__}:OracleAdvantage",
-        "+nodes.advantage.in.prompts=sampler.prompts",
-        "+nodes.advantage.in.policy=engine.policy",
-    ),
-    "flipped": (f"advantage.use={controls.__name__}:FlippedAdvantage",),
+FLIPPED = (f"advantage.use={controls.__name__}:FlippedAdvantage",)
+CONTROLS: dict[str, dict[str, tuple[str, ...]]] = {
+    BASELINE.recipe: {
+        "oracle": (
+            f"advantage.use={controls.__name__}:OracleAdvantage",
+            "+nodes.advantage.in.prompts=sampler.prompts",
+            "+nodes.advantage.in.policy=engine.policy",
+        ),
+        "flipped": FLIPPED,
+    },
+    TURNS[0].recipe: {"oracle": (f"advantage.use={controls.__name__}:OracleTurns",), "flipped": FLIPPED},
 }
-"""Name → settings of GRPO: one that must help, and one that must hurt."""
+"""Recipe of GRPO → name → settings of it: one that must help, and one that must hurt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +75,13 @@ def trial(
     """
     if (method.recipe, method.overrides) == (against.recipe, against.overrides):
         raise ConfigError(f"{method.name} is its own baseline; name another recipe, or another with --against.")
-    if not full:
-        cells = {name: _with_controls(cell, method, against) for name, cell in declaration.recipe.items()}
-        return replace(declaration, cells=cells, claims={}, quick={}, recipe={})
-    cells = {}
     plain = TURNS[0].recipe if turns else BASELINE.recipe
+    cells = {}
+    if not full:
+        for name, cell in declaration.recipe.items():
+            if next(iter(cell.methods.values())).recipe == plain:
+                cells[name] = _with_controls(cell, method, against)
+        return replace(declaration, cells=cells, claims={}, quick={}, recipe={})
     for name, cell in sorted(declaration.cells.items(), key=lambda item: item[1].tokens):
         first = next(iter(cell.methods.values()))
         known = {c.family for c in cells.values()}
@@ -93,7 +99,7 @@ def _with_controls(cell: Cell, method: Method, against: Method) -> Cell:
     """The cell with its GRPO, the controls at GRPO's rate, the baseline if it is another, and the method."""
     name, grpo = next(iter(cell.methods.items()))
     methods = {name: grpo}
-    for control, settings in CONTROLS.items():
+    for control, settings in CONTROLS[grpo.recipe].items():
         methods[control] = replace(grpo, set=(*grpo.set, *settings), baseline=name)
     base = name
     if (against.recipe, against.overrides) != (grpo.recipe, grpo.set):

@@ -4,17 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from creditgraph.components.advantage.group import GroupAdvantage
+from creditgraph.components.advantage.turns.gigpo import GiGPO
+from creditgraph.components.advantage.turns.turn_group import TurnGroup
 from creditgraph.components.learner.objective.cispo import CISPO
 from creditgraph.components.learner.objective.gspo import GSPO
 from creditgraph.components.learner.objective.trace import Trace
 
 _EARLY = "a λ-trace weighs token k by (1 − d^{T−k+1})/(1 − d), so early tokens more than late ones"
 _MAXRL = "MaxRL divides by the mean of the group, the share of correct responses where rewards are 0 and 1"
+_STATES = "a turn whose state others visit counts in both parts, a turn alone in its state in the episode's only"
+_TWICE = "a turn's own reward counts in its comparison and in the outcome, what it leads to in the outcome only"
 
 # Class → check of `creditgraph audit` → why its failure is wanted.
 DECLARED: Mapping[type, Mapping[str, str]] = {
     CISPO: {"loss_clip": "clipping bounds a token's weight and stops no token"},
+    GiGPO: dict.fromkeys(("gradient_stop", "gradient_turns"), _STATES),
     GSPO: {"loss_token_credit": "one ratio of the whole response moves all of its tokens alike"},
+    TurnGroup: {"gradient_turns": _TWICE},
     Trace: dict.fromkeys(("loss_chain", "loss_lengths"), _EARLY),
 }
 

@@ -9,24 +9,24 @@ from torch import Tensor
 
 from creditgraph.components.learner.objective import LossInputs as Inputs
 from creditgraph.components.learner.objective import Meters, ObjectiveSettings, aggregate, counts, loss_terms, prepare
-from creditgraph.pipeline.app.audit.batch import Batch, Floats
+from creditgraph.pipeline.app.audit.batch import Batch, Bools, Floats, Ints
 from creditgraph.pipeline.app.audit.declared import declared_of
 from creditgraph.pipeline.app.audit.loss_target import LossInputs, LossTarget
 from creditgraph.pipeline.app.audit.targets import AdvantageTarget, AuditError
 from creditgraph.pipeline.core.component import Component, Context
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories, Turns
 from creditgraph.pipeline.core.settings import SettingsError, build_config
 from creditgraph.pipeline.core.sockets import sockets_of
 
-MADE = (Trajectories, Rewards, Prompts)
+MADE = (Trajectories, Rewards, Prompts, Turns)
 """payloads that a batch of the audit gives, one of each"""
 LATE = 1_000_000
 """the iteration that is audited: after warm-ups and first stages"""
 
 
 def component_target(cls: type[Component], name: str, settings: Mapping[str, Any]) -> AdvantageTarget:
-    """An advantage node whose inputs are trajectories, rewards and prompts.
+    """An advantage node whose inputs are trajectories, rewards, prompts and turns; with turns, a row is a turn.
 
     Raises AuditError for another component, with the inputs that it lacks.
     """
@@ -50,20 +50,29 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
     if problems:
         raise SettingsError(problems)
 
-    def call(batch: Batch) -> Floats:
+    def advantage(batch: Batch, turns: Turns | None = None) -> Jagged:
         node = cls(config)
         node.setup(Context(node="audited", node_index=1, seed=0, iteration=LATE, iterations=LATE + 1))
-        values = {Trajectories: trajectories_of, Rewards: rewards_of, Prompts: prompts_of}
-        outputs = node.run(**{socket_name: values[kind](batch) for kind, socket_name in made.items()})
+        values: dict[type, Any] = {Trajectories: trajectories_of(batch), Rewards: rewards_of(batch), Turns: turns}
+        values[Prompts] = prompts_of(batch)
+        outputs = node.run(**{socket_name: values[kind] for kind, socket_name in made.items()})
         credit = next(v for v in vars(outputs).values() if isinstance(v, Credit))
-        held = torch.where(credit.mask.values, credit.advantage.values, 0.0)
-        return padded(credit.advantage.with_values(held), batch.width)
+        return credit.advantage.with_values(torch.where(credit.mask.values, credit.advantage.values, 0.0))
+
+    def call(batch: Batch) -> Floats:
+        if Turns not in made:
+            return padded(advantage(batch), batch.width)
+        rows, turns, row, inside = turn_rows(batch)
+        out = np.zeros(batch.turns.shape)
+        turn, place = inside.nonzero()
+        out[row[turn], place] = advantage(rows, turns).values.numpy()
+        return out
 
     # Without settings: many act on rows with a parent or on other payloads, which a batch of the audit does not have.
     return AdvantageTarget(
         name=name,
         call=call,
-        reads=frozenset({"rewards", "groups", "valid"}),
+        reads=frozenset({"rewards", "groups", "valid", *(("turns", "turn_rewards") if Turns in made else ())}),
         declares=declared_of(cls(config)),
     )
 
@@ -141,6 +150,34 @@ def trajectories_of(batch: Batch) -> Trajectories:
         finish_reason=["length" if cut else "eos" for cut in batch.truncated],
         text=[""] * count,
     )
+
+
+def turn_rows(batch: Batch) -> tuple[Batch, Turns, Ints, Bools]:
+    """A row for each turn, with the return of its episode as outcome; an episode's first state alone is known.
+
+    Returns the rows [M], their turns, the row of the batch that each is of [M], and its tokens there, bool [M, T].
+    """
+    found = [(i, t) for i, own in enumerate(batch.turns) for t in np.unique(own[own >= 0])]
+    row, turn = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    inside = batch.turns[row] == turn[:, None]
+    lengths = inside.sum(1)
+    first, last = np.diff(row, prepend=-1) != 0, np.diff(row, append=-1) != 0
+    rows = batch.rows(row).with_(
+        rewards=(batch.rewards + batch.turn_rewards.sum(1))[row],
+        lengths=lengths,
+        turns=np.where(np.arange(batch.width) < lengths[:, None], 0, -1),
+    )
+    start = np.maximum.accumulate(np.where(first, np.arange(len(row)), 0))
+    turns = Turns(
+        uid=torch.arange(1000, 1000 + len(row)),
+        episode=torch.from_numpy(1000 + start),
+        turn=torch.from_numpy(np.arange(len(row)) - start),
+        state=["start" if begins else "" for begins in first],
+        reward=torch.from_numpy(batch.turn_rewards[row, turn] + np.where(last, batch.rewards[row], 0.0)).float(),
+        done=torch.from_numpy(last),
+        fault=[""] * len(row),
+    )
+    return rows, turns, row, inside
 
 
 def rewards_of(batch: Batch) -> Rewards:

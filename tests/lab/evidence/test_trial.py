@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import creditgraph.testing
+from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.lab.bench.methods import METHODS, TURNS, Method
 from creditgraph.lab.commands import evidence
-from creditgraph.lab.evidence.controls import in_thought
+from creditgraph.lab.evidence.controls import OracleTurns, in_thought
 from creditgraph.lab.evidence.declaration import DECLARED, Cell, Declaration, Entry, Family, read_declaration
 from creditgraph.lab.evidence.measure import forget
 from creditgraph.lab.evidence.trial import CODES, is_of_turns, judge, run_name, trial, trial_text, unfair
@@ -75,8 +77,30 @@ def test_the_shipped_declaration_has_both_forms():
     full = {c.family for c in trial(declaration, KNOWN["rrpo"], KNOWN["grpo"], full=True).cells.values()}
     assert len(full) == 10
     assert "chains_reset" in full
-    assert is_of_turns(Method("x", "toy_gigpo_thoughts"))
+    turns = Method("x", "toy_gigpo_thoughts")
+    assert is_of_turns(turns)
+    (short,) = trial(declaration, turns, TURNS[0], turns=True).cells.values()
+    assert list(short.methods) == ["grpo_turns", "oracle", "flipped", "x"]
     assert not is_of_turns(KNOWN["grpo"])
+
+
+def test_the_oracle_over_turns_blames_the_first_wrong_turn_alone():
+    out = creditgraph.testing.batch("toy_grpo_thoughts", "sampler.group_size=8")
+    names = {"trajectories": "sampler.trajectories", "turns": "sampler.turns", "rewards": "rewards.rewards"}
+    parts = {name: out[port] for name, port in names.items()}
+    plain, own = (cls().run(**parts).credit.advantage for cls in (GroupAdvantage, OracleTurns))
+    turns, right = parts["turns"], parts["rewards"].correct.tolist()
+    blamed = set()
+    for row, state in enumerate(turns.state):
+        ends = row + 1 == len(turns) or int(turns.turn[row + 1]) == 0
+        goes_wrong = " right" in state and (ends or " wrong" in turns.state[row + 1])
+        kept = right[row] or goes_wrong
+        assert own.row(row).tolist() == (plain.row(row).tolist() if kept else [0.0] * len(own.row(row)))
+        if not right[row] and goes_wrong:
+            assert int(turns.episode[row]) not in blamed  # one turn of an episode
+            blamed.add(int(turns.episode[row]))
+    failed = {int(e) for e, good in zip(turns.episode, right, strict=True) if not good}
+    assert blamed == failed != set()
 
 
 def test_a_baseline_with_other_steps_is_named():
@@ -160,7 +184,6 @@ def test_mistakes_and_the_estimate(tmp_path, capsys):
     for arguments, text in (
         (["learner.minibatches=4"], "expected recipe=NAME"),
         (["recipe=toy_gpro"], "no recipe 'toy_gpro'. Did you mean"),
-        (["recipe=toy_gigpo_thoughts"], "plays episodes, which the short form has no family for; add --full"),
         (["recipe=toy_grpo"], "toy_grpo is its own baseline"),
     ):
         with pytest.raises(ConfigError, match=re.escape(text)):
