@@ -14,6 +14,7 @@ COLUMNS: tuple[tuple[str, tuple[str, str]], ...] = (
     ("pearson", ("mean", "pearson")),
     ("sign", ("mean", "sign")),
     ("on 1st error", ("mean", "error_share")),
+    ("names it", ("mean", "named")),
     ("bias", ("mean", "bias")),
     ("grad cosine", ("gradient", "cosine")),
 )

@@ -29,6 +29,7 @@ class ThoughtCredit:
     halves: tuple[Floats, Floats]
     error_share: float
     uniform_share: float
+    named: float
 
     def metrics(self) -> dict[str, float]:
         """The columns of docs/lab.md by name; NaN where one is not defined."""
@@ -40,6 +41,7 @@ class ThoughtCredit:
             "sign": sign_agreement(self.credit, self.truth, LEAST_EFFECT),
             "error_share": self.error_share,
             "uniform_share": self.uniform_share,
+            "named": self.named,
             "bias": offset(self.credit, self.truth),
             "zero_share": float((self.credit == 0).mean()) if len(self.credit) else math.nan,
             "thoughts": float(len(self.credit)),
@@ -51,7 +53,7 @@ def thought_credit(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth:
 
     `error_share` is the mean over failed chains, with some credit and an own first
     wrong thought, of the share of |credit| on that thought; `uniform_share` the same, over the same chains, for equal
-    credit on all own tokens.
+    credit on all own tokens. `named` is `naming` over responses.
 
     Args:
         credit: float64 over response tokens.
@@ -82,4 +84,28 @@ def thought_credit(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth:
         halves=(first.values[kept].numpy(), second.values[kept].numpy()),
         error_share=float(on_error[credited].mean()) if credited.any() else math.nan,
         uniform_share=float(uniform[credited].mean()) if credited.any() else math.nan,
+        named=naming(means, truth.advantage.values[kept].numpy(), truth.ends.row_ids[kept].numpy()),
     )
+
+
+def naming(credit: Floats, truth: Floats, row: NDArray[np.int64]) -> float:
+    """How often the largest |credit| of a response is on the thought that mattered most, above chance.
+
+    (hits − chance) / (rows − chance) over responses whose trained thoughts differ in true |A|, one of which is
+    `LEAST_EFFECT` or more: 0 is chance, 1 always. n thoughts with equally large credit hit with 1/n, so uniform credit
+    is at chance. NaN without such responses. Our reading of the executed-replay protocol of 2608.19760, known to us by
+    its abstract: the thought that mattered is the one around which continuations differ most.
+
+    Args:
+        credit, truth: of each thought [n].
+        row: int64 [n], its response.
+    """
+    hits, chance, rows = 0.0, 0.0, 0
+    for own in (np.flatnonzero(row == r) for r in np.unique(row)):
+        effect, size = np.abs(truth[own]), np.abs(credit[own])
+        largest, mattered = size == size.max(), effect == effect.max()
+        if effect.max() >= LEAST_EFFECT and not mattered.all():
+            hits += float((largest & mattered).sum() / largest.sum())
+            chance += float(mattered.mean())
+            rows += 1
+    return (hits - chance) / (rows - chance) if rows else math.nan

@@ -11,6 +11,7 @@ from creditgraph.lab.bench.statistics import mean_sd
 from creditgraph.lab.evidence.across import across_families
 from creditgraph.lab.evidence.costs import COSTS, cheaper, head_to_head, method_costs, ratio
 from creditgraph.lab.evidence.declaration import Cell
+from creditgraph.lab.evidence.regimes import MEANING, regime
 from creditgraph.lab.evidence.verdicts import DECIDED, Results, Verdict, collapsed, few
 from creditgraph.lab.prediction.cells import read_cells
 from creditgraph.lab.prediction.study import repeatability_line, study, study_table
@@ -137,6 +138,38 @@ def across_block(results: Results) -> str:
         rows.append([f"`{row.method}`", f"`{row.baseline}`", ahead, row.result.text(), *extremes])
     head = ["method", "against", "families and models where it is higher", "mean [95 %]", "least", "most"]
     return table(head, rows) if rows else NOTHING
+
+
+def regimes_block(results: Results, file: Path) -> str:
+    """docs/evidence.md: a rule for where each method gains, and how often it is right elsewhere."""
+    known: dict[str, dict[str, float]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = [r for row in across_families(results) if (r := regime(row, known)) is not None]
+    if not found:
+        return NOTHING
+    rows = [
+        [
+            f"`{r.method}`",
+            f"`{r.baseline}`",
+            f"`{r.name}` {'≥' if r.above else '<'} {r.threshold:.3g}",
+            *(f"{right} of {of}" for right, of in (r.fitted, r.tested)),
+            f"{r.majority} of {r.tested[1]}",
+        ]
+        for r in found
+    ]
+    head = ["method", "against", "helps where", "right, fitted", "right, tested", "by the more frequent sign"]
+    better = sum(r.tested[0] > r.majority for r in found)
+    right, guessed, of = (sum(v) for v in zip(*((r.tested[0], r.majority, r.tested[1]) for r in found), strict=True))
+    sentence = (
+        f"On the tested families the rules are right {right} times of {of}, the more frequent sign alone "
+        f"{guessed} times; {better} of {len(found)} rules do better than it."
+    )
+    families = [[f"`{name}`", *(_shown(known[name].get(n)) for n in MEANING)] for name in sorted(known)]
+    own = folded("Properties of the families", table(["family", *MEANING], families))
+    return f"{sentence}\n\n{table(head, rows)}\n\n{own}"
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
 
 
 def costs_block(results: Results) -> str:

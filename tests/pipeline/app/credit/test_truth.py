@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from creditgraph.components.learner.objective import ObjectiveSettings
-from creditgraph.lab.bench.thoughts import thought_credit
+from creditgraph.lab.bench.thoughts import naming, thought_credit
 from creditgraph.pipeline.app.credit.thought_credit import effective_credit
 from creditgraph.pipeline.app.credit.truth import Truth, true_values
 from creditgraph.pipeline.core.handles import Sampling, ThoughtLimits
@@ -168,6 +168,35 @@ def test_credit_per_thought_by_hand(toolbox):
     assert result.third.tolist() == [0, 2, 0, 2]
     assert result.metrics()["pearson_1"] == pytest.approx(np.corrcoef([1.5, 1.0], [0.3, 0.25])[0, 1])
     assert math.isnan(result.metrics()["pearson_2"])
+
+
+def test_naming_by_hand():
+    # Row 0: the largest credit is on the thought that mattered most: a hit, by chance 1/2. Row 1: of three, one of two
+    # largest hits: 1/2, by chance 1/3. Row 2: too little. Row 3: one thought, which is left out. (3/2 − 5/6) / (2 − 5/6) = 4/7.
+    credit = np.array([1.5, -3.0, 2.0, 0.0, -2.0, 1.0, 0.0, 9.0])
+    truth = np.array([0.3, -0.8, 0.1, 0.0, -0.6, 0.05, 0.0, 0.9])
+    rows = np.array([0, 0, 1, 1, 1, 2, 2, 3])
+    assert naming(credit, truth, rows) == pytest.approx(4 / 7)
+    assert math.isnan(naming(credit[5:], truth[5:], rows[5:]))
+
+
+def test_naming_equals_a_slow_loop_and_knows_truth_and_uniform_credit():
+    draws = np.random.default_rng(0)
+    rows, truth = np.repeat(np.arange(20), 4), draws.normal(size=80).round(1)
+    credit = draws.integers(-2, 3, size=80).astype(float)
+    hits = chance = counted = 0.0
+    for row in range(20):
+        own = [abs(truth[i]) for i in range(80) if rows[i] == row]
+        size = [abs(credit[i]) for i in range(80) if rows[i] == row]
+        named = [i for i in range(4) if size[i] == max(size)]
+        best = [i for i in range(4) if own[i] == max(own)]
+        if max(own) >= 0.1:
+            hits += len(set(named) & set(best)) / len(named)
+            chance += len(best) / 4
+            counted += 1
+    assert naming(credit, truth, rows) == pytest.approx((hits - chance) / (counted - chance))
+    assert naming(truth, truth, rows) == pytest.approx(1.0)
+    assert naming(np.full(80, -0.7), truth, rows) == pytest.approx(0.0)
 
 
 def test_inherited_thoughts_are_left_out(toolbox):
