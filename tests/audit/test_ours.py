@@ -30,6 +30,7 @@ NOT_MADE = {
     "rlsd": "policy",
     "rredcot": "segments",
     "sdpo": "policy",
+    "trace_td": "values",
     "turn_ppo": "turns",
     "vapo": "segments",
     "vineppo": "segments",
@@ -37,6 +38,7 @@ NOT_MADE = {
 CREDITOR = {"intervention": "expander"}  # the node of the credit, where it is not "advantage"
 DECLARED = {
     "cispo": {"loss_clip"},
+    "fipo": {"loss_gradient"},
     "gigpo": {"gradient_stop", "gradient_turns"},
     "grpo_lambda": {"loss_chain", "loss_lengths"},
     "gspo": {"loss_token_credit"},

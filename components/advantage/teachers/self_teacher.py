@@ -1,5 +1,6 @@
 """Credit from a self-teacher: the same policy with privileged context, read over the response (SDPO, RLSD)."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,11 @@ def magnitude(advantage: Tensor, gap: Tensor, mix: float, clip: float) -> Tensor
     return advantage * ((1 - mix) + mix * weight)
 
 
+def penalty(gap: Tensor) -> Tensor:
+    """φ(Δ) = ½ (log(1 + e^Δ) − log 2) of each token [n]: 0 where the teacher changes nothing."""
+    return (torch.nn.functional.softplus(gap) - math.log(2)) / 2
+
+
 def annealed(mix: float, iteration: int, anneal: int) -> float:
     """λ max(0, 1 − iteration/anneal); λ itself where anneal is 0.
 
@@ -74,6 +80,11 @@ class SelfTeacher(Component):
       sign is the outcome's, so what the context gives away cannot turn it. All of it is second-hand: exp(sign(A) Δ)
       from summaries of the paper, λ = .5 and ε = .2 from five public ports, of which three let λ fall linearly to 0
       over 40 to 50 steps (`anneal`). Two of them renew the teacher every 5 to 10 steps; here it is the wired one.
+    - `inverse`: as `weight` with exp(−Δ) on right rows, other rows keep the wired credit: RLRT (2605.10781), which
+      rewards tokens that the policy chose and the teacher would not have. Second-hand: a reader's notes, ε of 1 for
+      base models, .5 for instruct and .2 for thinking ones; λ = 1 is our reading.
+    - `penalty`: A − λ φ(Δ), φ(Δ) = ½ (log(1 + e^Δ) − log 2), also where A is 0: AntiSD (2605.11609). Second-hand: a
+      reader's notes. Its entropy gate is not built: the notes give no rule for it.
 
     A response without such a context, or without room for it in the model's context, has Δ = 0 (counted). One with an
     invalid reward gets zero credit. The words that show c are ours.
@@ -95,18 +106,18 @@ class SelfTeacher(Component):
 
         context: Literal["sibling", "solution", "critique"] = "sibling"
         """another correct response, the reference solution, or the verdict on the response"""
-        form: Literal["gap", "weight"] = "gap"
-        """the gap itself, or a weight on the wired credit"""
+        form: Literal["gap", "weight", "inverse", "penalty"] = "gap"
+        """the gap itself, or what it makes of the wired credit"""
         limit: float = 0.0
         """largest |Δ| of `gap` [nats]; 0 sets no limit"""
         top: int = 0
         """candidates per token of `gap`, the teacher's most likely ones; 0 uses the sampled tokens alone"""
         mix: float = 0.5
-        """λ of `weight`: 0 leaves the wired credit as it is"""
+        """λ: 0 leaves the wired credit as it is"""
         anneal: int = 0
         """iterations over which λ falls linearly to 0; 0 keeps it"""
         clip: float = 0.2
-        """ε of `weight`"""
+        """ε of `weight` and `inverse`"""
 
         def __post_init__(self) -> None:
             if self.top < 0 or (self.top and self.form != "gap"):
@@ -127,9 +138,9 @@ class SelfTeacher(Component):
     @classmethod
     def misfits(cls, node: Any, graph: Any, model: Any, data: Any) -> list[str]:
         """A wire `credit` without use, or none where it is needed."""
-        if (node.config.form == "weight") == ("credit" in node.wires):
+        if (node.config.form != "gap") == ("credit" in node.wires):
             return []
-        needs = "a wire to 'credit', which the weight multiplies" if node.config.form == "weight" else "no wire there"
+        needs = "no wire there" if node.config.form == "gap" else "a wire to 'credit', which it changes"
         return [f"{node.name}.credit: expected {needs}, with form '{node.config.form}'. Change the wire or the form."]
 
     def setup(self, context: Context) -> None:
@@ -151,13 +162,11 @@ class SelfTeacher(Component):
         settings = self.config
         tokens = trajectories.response_tokens
         gap, taught, columns = self._gap(prompts, trajectories, rewards, policy)
-        if settings.form == "weight":
+        if settings.form != "gap":
             if credit is None:
-                raise ConfigError(f"node '{self.context.node}': form 'weight' needs a wire to 'credit'.")
+                raise ConfigError(f"node '{self.context.node}': form '{settings.form}' needs a wire to 'credit'.")
             check_aligned(trajectories, credit)
-            mix = annealed(settings.mix, self.context.iteration, settings.anneal)
-            values = magnitude(credit.advantage.values, gap, mix, settings.clip)
-            made = credit.replace(advantage=tokens.with_values(values))
+            made = credit.replace(advantage=tokens.with_values(self._changed(credit, gap, rewards)))
         else:
             values = gap.clamp(-settings.limit, settings.limit) if settings.limit else gap
             values = torch.where(rewards.valid[tokens.row_ids], values, 0.0)
@@ -168,6 +177,16 @@ class SelfTeacher(Component):
         count = max(len(own), 1)
         self.context.log(gap_mean=float(own.sum()) / count, gap_abs_mean=float(own.abs().sum()) / count)
         return Outputs(credit=made)
+
+    def _changed(self, credit: Credit, gap: Tensor, rewards: Rewards) -> Tensor:
+        """What the gap [tokens] makes of the wired credit."""
+        settings, advantage, rows = self.config, credit.advantage.values, credit.advantage.row_ids
+        mix = annealed(settings.mix, self.context.iteration, settings.anneal)
+        if settings.form == "penalty":
+            return torch.where(rewards.valid[rows], advantage - mix * penalty(gap), advantage)
+        if settings.form == "weight":
+            return magnitude(advantage, gap, mix, settings.clip)
+        return torch.where(rewards.correct[rows], magnitude(advantage, -gap, mix, settings.clip), advantage)
 
     def _gap(
         self, prompts: Prompts, trajectories: Trajectories, rewards: Rewards, policy: Policy
@@ -223,8 +242,12 @@ class SelfTeacher(Component):
         """The formula, and the tokens that gained and lost most."""
         settings = self.config
         formula = "Δ = log π(y | x, c) − log π(y | x)"
-        if settings.form == "weight":
-            formula = f"A·((1 − {decimal(settings.mix)}) + {decimal(settings.mix)}·clip(exp(±Δ), 1 ± {settings.clip}))"
+        if settings.form == "penalty":
+            formula = f"A − {decimal(settings.mix)}·½(log(1 + exp(Δ)) − log 2)"
+        elif settings.form != "gap":
+            power = "±Δ" if settings.form == "weight" else "−Δ"
+            mix = decimal(settings.mix)
+            formula = f"A·((1 − {mix}) + {mix}·clip(exp({power}), 1 ± {settings.clip}))"
         rows = outputs["credit"].advantage.rows()
         ranges = [f"from {signed(float(r.min()))} to {signed(float(r.max()))}" if len(r) else "no tokens" for r in rows]
         lines = [f"{formula}, c the {settings.context}: {text}" for text in ranges]

@@ -114,9 +114,13 @@ class ValuedTurnAdvantage(TurnAdvantage):
         """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
         check_aligned(trajectories, values)
         episodes = self.episodes(trajectories, turns, rewards)
-        valid = rewards.valid & self._valued(trajectories, episodes, start_values(values))
+        valid = rewards.valid & self._valued(trajectories, episodes, self.start_values(values))
         advantage = self.advantage(trajectories, turns, values, rewards)
         return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
+
+    def start_values(self, values: SegmentValues) -> Tensor:
+        """What is compared of the value at the start of each turn, float64 [N]."""
+        return start_values(values)
 
     def advantage(self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards) -> Tensor:
         """The advantage of each turn, float [N]; of episodes without credit any number."""

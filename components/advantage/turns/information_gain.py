@@ -39,6 +39,10 @@ class InformationGain(ValuedTurnAdvantage):
     Source: 2510.14967; `joint` and `separate` are those of one of two released versions, second-hand. The other one
     centres the returns at each token position without a deviation, and is not built.
 
+    With `log` a gain is that of the logarithm, and with γ = 0 a turn is credited with its own gain alone; read from a
+    frozen reference that is TRACE (2607.13988), second-hand (a reader's notes): temporal differences of the reference's
+    log-prob of the answer at tool calls. The rest of it is our reading.
+
     Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
     being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m
     adds −m E[T]: with m > 0 shorter episodes are preferred.
@@ -55,13 +59,19 @@ class InformationGain(ValuedTurnAdvantage):
         compare: Literal["joint", "separate", "none"] = "joint"
         """normalise gains and outcomes of a group together, each on their own, or not at all"""
         gamma: float = 1.0
-        """γ, discount per turn"""
+        """γ, discount per turn; 0 credits a turn with its own gain alone"""
+        log: bool = False
+        """a gain is that of the likelihood's logarithm"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.gamma <= 1:
                 raise ValueError(f"expected 0 ≤ gamma ≤ 1, got {self.gamma}.")
 
     config: Config
+
+    def start_values(self, values: SegmentValues) -> Tensor:
+        """The likelihoods, or their logarithms."""
+        return start_values(values).log() if self.config.log else start_values(values)
 
     def advantage(self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards) -> Tensor:
         """The discounted sums of the normalised gains and outcomes."""
@@ -73,7 +83,7 @@ class InformationGain(ValuedTurnAdvantage):
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         episodes = by_episode(trajectories, turns)
-        value = start_values(values)
+        value = self.start_values(values)
         raw = gains(value, rewards.value, episodes)
         if config.compare == "none":
             return raw, raw

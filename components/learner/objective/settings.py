@@ -17,6 +17,7 @@ OBJECTIVES: dict[str, str] = {
     "reinforce": "creditgraph.components.learner.objective.reinforce:Reinforce",
     "ppo_clip": "creditgraph.components.learner.objective.ppo_clip:PPOClip",
     "cispo": "creditgraph.components.learner.objective.cispo:CISPO",
+    "fipo": "creditgraph.components.learner.objective.fipo:FIPO",
     "gspo": "creditgraph.components.learner.objective.gspo:GSPO",
     "gspo_gated": "creditgraph.components.learner.objective.gspo:GatedGSPO",
     "distill": "creditgraph.components.learner.objective.distill:Distill",

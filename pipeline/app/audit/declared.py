@@ -7,6 +7,7 @@ from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.advantage.turns.gigpo import GiGPO
 from creditgraph.components.advantage.turns.turn_group import TurnGroup
 from creditgraph.components.learner.objective.cispo import CISPO
+from creditgraph.components.learner.objective.fipo import FIPO
 from creditgraph.components.learner.objective.gspo import GSPO
 from creditgraph.components.learner.objective.trace import Trace
 
@@ -18,6 +19,7 @@ _TWICE = "a turn's own reward counts in its comparison and in the outcome, what 
 # Class → check of `creditgraph audit` → why its failure is wanted.
 DECLARED: Mapping[type, Mapping[str, str]] = {
     CISPO: {"loss_clip": "clipping bounds a token's weight and stops no token"},
+    FIPO: {"loss_gradient": "the weight that later tokens give to an advantage has no gradient of its own"},
     GiGPO: dict.fromkeys(("gradient_stop", "gradient_turns"), _STATES),
     GSPO: {"loss_token_credit": "one ratio of the whole response moves all of its tokens alike"},
     TurnGroup: {"gradient_turns": _TWICE},

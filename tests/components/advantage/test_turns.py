@@ -1,5 +1,6 @@
 """Advantages over turns: numbers by hand and slow loops."""
 
+import math
 import statistics
 
 import pytest
@@ -136,9 +137,26 @@ def test_information_gain_by_hand(toolbox, advantage):
     }
     run = lambda **settings: per_turn(advantage(InformationGain, **settings)(**given))  # noqa: E731
     assert run(compare="none", gamma=0.5) == pytest.approx([0.3 + 0.5, 1, 0])
+    # Of logarithms log(.4/.1) = log 4; with γ = 0 a turn has its own alone.
+    assert run(compare="none", gamma=0.0, log=True) == pytest.approx([math.log(4), 1, 0])
+    assert run(compare="none", gamma=0.5, log=True) == pytest.approx([math.log(4) + 0.5, 1, 0])
     # Joint: the mean of .3, 1, 0 is 13/30. Separate: one gain alone has 0, outcomes 1 and 0 have ±.5.
     assert run(normalize="mean") == pytest.approx([1.3 - 26 / 30, 1 - 13 / 30, -13 / 30])
     assert run(normalize="mean", compare="separate") == pytest.approx([0.5, 0.5, -0.5])
+
+
+def test_gains_of_logarithms_telescope_and_a_likelihood_of_0_gives_no_credit(toolbox, advantage):
+    trajectories = toolbox.trajectories(["x"] * 4)
+    turns = turns_of(trajectories, [3, 1], [0.0, 0.0, 0.0, 0.0], "abcd")
+    rows = [[0.1, 0.9], [0.3, 0.9], [0.2, 0.9], [0.0, 0.9]]
+    values = SegmentValues(uid=trajectories.uid, values=Jagged.from_rows(rows, torch.float32))
+    given = {"trajectories": trajectories, "turns": turns, "values": values}
+    rewards = toolbox.rewards(trajectories.uid, [1, 1, 1, 0])
+    node = advantage(InformationGain, compare="none", log=True, gamma=1.0)
+    # log .3 − log .1 + log .2 − log .3 + 1 = log 2 + 1
+    assert per_turn(node(**given, rewards=rewards))[0] == pytest.approx(math.log(2) + 1)
+    first = SegmentValues(uid=trajectories.uid, values=Jagged.from_rows([[0.0, 0.9], *rows[1:]], torch.float32))
+    assert per_turn(node(**given | {"values": first}, rewards=rewards))[:3] == [0, 0, 0]
 
 
 def test_state_mean_by_hand(toolbox):

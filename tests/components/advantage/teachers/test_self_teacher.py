@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from creditgraph.components.advantage.group import GroupAdvantage
-from creditgraph.components.advantage.teachers.self_teacher import SelfTeacher, magnitude
+from creditgraph.components.advantage.teachers.self_teacher import SelfTeacher, magnitude, penalty
 from creditgraph.pipeline.core.errors import GraphError
 from creditgraph.pipeline.core.handles import Scores
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
@@ -103,6 +103,44 @@ def test_an_invalid_reward_gets_no_credit(run):
         assert credit.advantage.row(2).tolist() == [0.0, 0.0]
 
 
+def test_inverse_weights_right_rows_alone(run):
+    # Right rows, A = 1/2: each is shown the other and has Δ = (.9, −1), weights clip(exp(−Δ), 0, 2) = (.40657, 2).
+    # Wrong rows, A = −1/2, stay as wired, although they have a teacher.
+    credit, _, _ = run(["QZ", "QX", "AA", "BB"], [1, 1, 0, 0], credit=True, form="inverse", mix=1.0, clip=1.0)
+    right = [pytest.approx([0.5 * math.exp(-0.9), 1.0])] * 2
+    assert credit.advantage.to_lists() == [*right, [-0.5, -0.5], [-0.5, -0.5]]
+    half, _, _ = run(["QZ", "QX", "AA", "BB"], [1, 1, 0, 0], credit=True, form="inverse", mix=0.5, clip=1.0)
+    assert half.advantage.row(0).tolist() == pytest.approx([0.25 + 0.25 * math.exp(-0.9), 0.75])
+    none, _, _ = run(["QZ", "QX", "AA", "BB"], [1, 1, 0, 0], credit=True, form="inverse", mix=0.0)
+    assert none.advantage.to_lists() == [[0.5, 0.5], [0.5, 0.5], [-0.5, -0.5], [-0.5, -0.5]]
+
+
+def test_a_penalty_by_hand(run):
+    # φ(.9) = ½ (log(1 + e^.9) − log 2) = ½ (1.24115 − .69315) = .27400; φ(−1) = ½ (.31326 − .69315) = −.18994.
+    assert penalty(torch.tensor([0.9, -1.0, 0.0])).tolist() == pytest.approx([0.27400, -0.18994, 0.0], abs=1e-5)
+    # All responses are right, so the wired credit is 0, and the penalty stays. The third is invalid.
+    credit, _, _ = run(["QZ", "QX", "QX"], [1, 1, 0], valid=[True, True, False], credit=True, form="penalty", mix=0.5)
+    assert credit.advantage.row(0).tolist() == pytest.approx([-0.5 * 0.27400, 0.5 * 0.18994], abs=1e-5)
+    assert credit.advantage.row(2).tolist() == [0.0, 0.0]
+    none, _, _ = run(["QZ", "QX"], [1, 0], credit=True, form="penalty", mix=0.0)
+    assert none.advantage.to_lists() == [[0.5, 0.5], [-0.5, -0.5]]
+
+
+@pytest.mark.parametrize("form", ["inverse", "penalty"])
+def test_other_forms_equal_a_slow_loop(run, form):
+    texts, values = ["QZ", "QX", "AQ", "XX"], [1, 0, 1, 0]
+    plain, _, _ = run(texts, values, credit=True, form="weight", mix=0.0)
+    gaps, _, _ = run(texts, values)
+    found, _, _ = run(texts, values, credit=True, form=form, mix=0.7, clip=0.5)
+    for i in range(4):
+        for t, (a, d) in enumerate(zip(plain.advantage.row(i).tolist(), gaps.advantage.row(i).tolist(), strict=True)):
+            if form == "penalty":
+                slow = a - 0.7 * 0.5 * (math.log(1 + math.exp(d)) - math.log(2))
+            else:
+                slow = a * (0.3 + 0.7 * min(max(math.exp(-d), 0.5), 1.5)) if values[i] else a
+            assert float(found.advantage.row(i)[t]) == pytest.approx(slow, abs=1e-6)
+
+
 def test_weights_by_hand():
     # clip(exp(±.1)) is within 1 ± .2; exp(−1) is clipped to .8, exp(1) to 1.2; λ = 1/2 takes half of it.
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0, 0.0])
@@ -123,7 +161,7 @@ def test_a_weight_keeps_the_sign_of_the_outcome(run):
 def test_wires_and_settings():
     with pytest.raises(GraphError, match=r"advantage.credit: expected no wire there, with form 'gap'"):
         build_experiment(compose(["recipe=toy_rlsd", "advantage.form=gap"]))
-    with pytest.raises(GraphError, match=r"advantage.credit: expected a wire to 'credit', which the weight multiplies"):
+    with pytest.raises(GraphError, match=r"advantage.credit: expected a wire to 'credit', which it changes"):
         build_experiment(compose(["recipe=toy_sdpo", "advantage.form=weight"]))
     with pytest.raises(ValueError, match="expected limit ≥ 0, 0 ≤ mix ≤ 1"):
         SelfTeacher.Config(mix=2.0)

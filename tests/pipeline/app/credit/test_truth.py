@@ -172,7 +172,8 @@ def test_credit_per_thought_by_hand(toolbox):
 
 def test_naming_by_hand():
     # Row 0: the largest credit is on the thought that mattered most: a hit, by chance 1/2. Row 1: of three, one of two
-    # largest hits: 1/2, by chance 1/3. Row 2: too little. Row 3: one thought, which is left out. (3/2 − 5/6) / (2 − 5/6) = 4/7.
+    # largest hits: 1/2, by chance 1/3. Row 2: too little. Row 3: one thought, which is left out.
+    # (3/2 − 5/6) / (2 − 5/6) = 4/7.
     credit = np.array([1.5, -3.0, 2.0, 0.0, -2.0, 1.0, 0.0, 9.0])
     truth = np.array([0.3, -0.8, 0.1, 0.0, -0.6, 0.05, 0.0, 0.9])
     rows = np.array([0, 0, 1, 1, 1, 2, 2, 3])
