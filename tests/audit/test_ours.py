@@ -31,7 +31,7 @@ NOT_MADE = {
     "rredcot": "segments",
     "sdpo": "policy",
     "trace_td": "values",
-    "turn_ppo": "turns",
+    "turn_ppo": "values",
     "vapo": "segments",
     "vineppo": "segments",
 }

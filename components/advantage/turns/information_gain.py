@@ -71,7 +71,10 @@ class InformationGain(ValuedTurnAdvantage):
 
     def start_values(self, values: SegmentValues) -> Tensor:
         """The likelihoods, or their logarithms."""
-        return start_values(values).log() if self.config.log else start_values(values)
+        if not self.config.log:
+            return start_values(values)
+        logs = values.values.with_values(values.values.values.log()) if values.logs is None else values.logs
+        return logs.values[logs.offsets[:-1]].double()
 
     def advantage(self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards) -> Tensor:
         """The discounted sums of the normalised gains and outcomes."""

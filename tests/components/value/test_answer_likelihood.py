@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+import creditgraph.testing
 from creditgraph.components.advantage.additive import AdditiveAdvantage
 from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.advantage.redistribute import Redistribute
@@ -404,3 +405,14 @@ def test_no_trajectories(toolbox, table):
     for value in ("immediate", "sum"):
         node = toolbox.start(AnswerLikelihood, **EXIT, value=value)
         assert len(node.run(prompts=toolbox.prompts(["P"]), policy=table(), **inputs).values) == 0
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["toy_rredcot", "toy_rredcot_gradient", "toy_rredcot_leave_one_out", "toy_igpo_thoughts", "toy_trace_td_thoughts"],
+)
+def test_recipes_have_references_in_the_models_vocabulary(recipe):
+    out = creditgraph.testing.batch(recipe, *(["value.value=immediate"] if recipe == "toy_rredcot" else []))
+    # With an exit text that the vocabulary does not have nothing is scored, and all values before the end are 0.
+    values = out["value.values"].values
+    assert float(values.values[values.offsets[:-1]].abs().max()) > 0
