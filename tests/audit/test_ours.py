@@ -27,6 +27,7 @@ NOT_MADE = {
     "igpo": "values",
     "intervention": "errors",
     "ppo": "segments",
+    "prime": "segments",
     "rlsd": "policy",
     "rredcot": "segments",
     "sdpo": "policy",

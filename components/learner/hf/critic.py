@@ -1,6 +1,5 @@
 """`value.critic`: a value head on the policy's architecture, trained as `learner.hf` trains a policy."""
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -8,18 +7,16 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from creditgraph.components.learner.hf.learner import HFBackend
 from creditgraph.components.learner.hf.model import LearnerModel, hidden_states
-from creditgraph.components.learner.hf.node import HFNode
-from creditgraph.components.learner.hf.settings import HFSettings, HFStepSettings
-from creditgraph.components.learner.hf.sharding import Entry
+from creditgraph.components.learner.hf.settings import HFSettings
+from creditgraph.components.learner.hf.sharding import Entry, Sharding
+from creditgraph.components.learner.hf.side_model import SIDE_METRICS, SideModel, SideSettings
 from creditgraph.components.learner.objective import LossInputs, Meters, Objective, ObjectiveSettings
-from creditgraph.components.learner.optimizer import Optimizer
 from creditgraph.components.learner.packing.pack import PackedBatch
 from creditgraph.components.learner.step import Result, RolloutTraining
 from creditgraph.components.rollouts.segments import check_segments, generalised_advantage, segment_starts
 from creditgraph.components.rollouts.turn_rows import by_episode, check_episode_rewards, next_values, turn_gae
-from creditgraph.pipeline.core.component import Component, Context, same_rows
+from creditgraph.pipeline.core.component import Context, same_rows
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.metric import Metric
@@ -108,7 +105,7 @@ class Outputs:
     values: Annotated[SegmentValues, same_rows("trajectories")]
 
 
-class Critic(HFNode, Component):
+class Critic(SideModel):
     """Learns v(s) at segment boundaries with a model of its own, and gives the values before each update.
 
     The values are those of the weights before this iteration's steps; the end of a response has its own reward. Then it
@@ -117,12 +114,10 @@ class Critic(HFNode, Component):
     their rewards, and the end of a turn has the value of the next one's start, 0 after the last (Turn-PPO, 2512.17008;
     second-hand). States inside an inherited prefix and rows with an invalid reward are not trained on. Steps with a
     non-finite loss or gradient change no weight and are counted; a critic whose values explain nothing of the returns
-    is said. Sharding, packing, mini-batches over replicas and checkpoints are those of `learner.hf`. Where several
-    ranks make up a replica (model parallelism of the policy's learner), each holds a whole critic.
+    is said.
     """
 
     paper = "1707.06347"
-    placement = "collective"
     metrics = (
         Metric("mean", "reward", "mean value over the states it was trained on, before the update"),
         Metric(
@@ -135,19 +130,13 @@ class Critic(HFNode, Component):
         Metric("states", "states", "states trained on"),
         Metric("loss", "reward²", "value loss, mean over optimiser steps"),
         Metric("clip_fraction", "share", "states whose loss is that of the clipped value"),
-        Metric("grad_norm", "1", "norm of the gradient before clipping"),
-        Metric("lr", "1", "learning rate"),
-        Metric("updates", "steps", "optimiser steps"),
-        Metric("skipped_updates", "steps", "steps left out because loss or gradient was not finite"),
-        Metric("seconds_<phase>", "s", "wall time of a phase"),
+        *SIDE_METRICS,
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(HFStepSettings):
+    class Config(SideSettings):
         """Targets, loss and optimiser."""
 
-        path: str = ""
-        """folder or hub name of the initial weights, a model with the policy's tokenizer; "": those of the policy"""
         gamma: float = 1.0
         """γ of the targets, per segment or turn; as in the advantage"""
         lam: float = 1.0
@@ -162,11 +151,9 @@ class Critic(HFNode, Component):
                     f"expected 0 ≤ lam ≤ 1, 0 ≤ gamma ≤ 1 and clip ≥ 0, got {self.lam}, {self.gamma} and {self.clip}."
                 )
 
-        def training(self) -> HFSettings:
-            """The settings of `learner.hf` with which it trains."""
-            own = {f.name: getattr(self, f.name) for f in dataclasses.fields(HFStepSettings)}
-            objective = ObjectiveSettings(use=f"{__name__}:ValueClip", config={"clip": self.clip})
-            return HFSettings(objective=objective, skip_zero_rows=False, **own)
+        def loss(self) -> ObjectiveSettings:
+            """The clipped value loss."""
+            return ObjectiveSettings(use=f"{__name__}:ValueClip", config={"clip": self.clip})
 
     config: Config
 
@@ -175,45 +162,19 @@ class Critic(HFNode, Component):
         """Segments and turns, or neither."""
         return [f"{node.name}: {ONE_WIRE}"] if ("segments" in node.wires) == ("turns" in node.wires) else []
 
-    @classmethod
-    def alone(cls, config: Any) -> Any:
-        """Not sharded."""
-        return dataclasses.replace(config, fsdp_size=1)
-
     def setup(self, context: Context) -> None:
-        """Loads the model and makes the optimiser, when the engines have given their memory back."""
+        """Loads the model and makes the optimiser."""
         super().setup(context)
-        from creditgraph.components.models.load import check_context
+        self._said = False
 
-        context.slots.begin()
-        context.slots.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
-        settings = self.config.training()
-        if context.ranks.per_replica > 1:
-            if settings.fsdp_size > 1:
-                raise ConfigError(
-                    f"node '{context.node}': expected fsdp_size 0 or 1 where {context.ranks.per_replica} ranks make up "
-                    f"a replica, got {settings.fsdp_size}. Set {context.node}.fsdp_size=1, or use learner.hf."
-                )
-            settings = dataclasses.replace(settings, fsdp_size=1)
-        spec = dataclasses.replace(context.model, path=self.config.path or context.model.path)
-        model, shards = self.load(context, spec, settings)
-        max_context = check_context(spec, model.config)
-        self.model = ValueModel(
+    def wrapped(self, model: Any, settings: HFSettings, shards: tuple[Sharding, str] | None) -> LearnerModel:
+        """With a value head."""
+        return ValueModel(
             with_value_head(model),
             recompute=settings.recompute,
             slow_attention=settings.compute.slow_attention,
             shards=shards,
         )
-        self.optimizer = Optimizer(
-            self.model.trainable(),
-            settings.optimizer,
-            total_steps=context.iterations * settings.steps_per_batch,
-            no_decay=self.model.embedding_names(),
-        )
-        self.backend = HFBackend(context, self.model, self.optimizer, max_context, shards[0] if shards else None)
-        self.version = 0
-        self.trained_tokens = 0
-        self._said = False
 
     def run(
         self,

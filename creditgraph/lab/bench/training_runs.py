@@ -88,6 +88,18 @@ class Plan:
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
         return ["train", *method.overridden(*self.overrides, *own), *dirs]
 
+    def log(self, method: Method, seed: int) -> Path:
+        """Where the output of a run is kept."""
+        return self.folder / "logs" / f"{self.name(method, seed)}.log"
+
+    def warning(self, method: Method, seeds: Sequence[int]) -> str:
+        """The last sentence with which the first run that warned did so, "" where none did."""
+        for file in (self.log(method, seed) for seed in seeds):
+            text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+            if said := re.findall(r"^WARNING (.+)$", text, re.MULTILINE):
+                return str(said[-1])
+        return ""
+
     def read(self, file: Path) -> Curve:
         """The curve of a run's metrics; one that stalled is held to have kept its last accuracy."""
         curve = read_curve(read_metrics(file), self.metric)
@@ -110,7 +122,7 @@ def train_one(
         say: receives progress as sentences.
         seeds: random seeds of the comparison; finished runs determine how many iterations this one needs.
     """
-    log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
+    log = plan.log(method, seed)
     for round_ in range(MAX_ROUNDS):
         curve = plan.curve(method, seed)
         if plan.is_finished(curve):

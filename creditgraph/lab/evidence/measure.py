@@ -114,7 +114,8 @@ class Lab:
         failed = {run: why.replace(f"{self.folder}/", "") for run, why in failed.items()}
         head = {"digest": self.declaration.digest(name), "commit": commit(), "sweep": cell.sweep()}
         head["claims"] = committed_claims(name)
-        return {**head, **entry, "failed": failed}
+        warned = {n: said for n, method in frozen.items() if (said := plan.warning(method, range(cell.seeds)))}
+        return {**head, **entry, "failed": failed, **({"warned": warned} if warned else {})}
 
     def progress(self, name: str) -> dict[str, Any]:
         """Runs of the sweep and fresh runs that are finished, with their accuracies: raw data, and no comparison."""

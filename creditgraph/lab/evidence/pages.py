@@ -243,6 +243,11 @@ def _measured(results: Results, name: str, verdict: Verdict) -> list[str]:
     return [compared, f"{verdict.result.text()}, p = {_p(verdict.corrected)}", word]
 
 
+def warnings(measured: dict[str, Any]) -> str:
+    """What runs of a cell warned of: a part of their method may have done nothing."""
+    return "".join(f"\n\nWarned: `{method}` ({said})." for method, said in measured.get("warned", {}).items())
+
+
 def _methods_table(results: Results, name: str, cell: Cell) -> str:
     measured = results.cells[name]
     rows = []
@@ -269,7 +274,7 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
     failed = "".join(f"\n\nFailed: `{run}` ({why})." for run, why in measured["failed"].items())
     earlier = results.earlier(name)
     rule = f" Rates were chosen by an earlier rule: {', '.join(earlier)}." if earlier else ""
-    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{rule}{failed}"
+    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{rule}{failed}{warnings(measured)}"
 
 
 def _point(row: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from creditgraph.lab.bench.paired import Paired, stratified
 from creditgraph.lab.evidence import controls
 from creditgraph.lab.evidence.across import across_families
 from creditgraph.lab.evidence.declaration import Cell, Declaration, Entry
-from creditgraph.lab.evidence.pages import NOTHING, accuracy
+from creditgraph.lab.evidence.pages import NOTHING, accuracy, warnings
 from creditgraph.lab.evidence.verdicts import Results, few
 from creditgraph.pipeline.app.text import markdown_table
 from creditgraph.pipeline.core.errors import ConfigError
@@ -180,7 +180,8 @@ def trial_text(results: Results, method: Method, against: Method, full: bool = F
     why = f" ({found.reason})" if found.reason else ""
     units = "families" if full else "seeds within families"
     last = f"{method.name} against {against.name}: {found.word}{said}{why}, with {units} as the units."
-    return f"{markdown_table(head, rows)}\n\n{last}"
+    warned = "".join(map(warnings, results.cells.values()))
+    return f"{markdown_table(head, rows)}{warned}\n\n{last}"
 
 
 def _passes(config: Any) -> str:

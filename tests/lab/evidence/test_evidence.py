@@ -380,6 +380,23 @@ def test_one_run_without_a_step_is_a_result_of_its_method(tmp_path):
     assert results.verdicts()["good"].result is not None
 
 
+def test_what_runs_warned_of_is_kept_and_shown(tmp_path):
+    declaration = declared()
+    lab = Lab(declaration=declaration, folder=tmp_path, train=Runs())
+    assert "warned" not in lab.measure("small")
+    folder = lab.plan("small", sweep=False).folder
+    (run,) = folder.glob("good-*-s1")
+    (folder / "logs").mkdir()
+    said = "value/empty_bank_share was 1 in iterations 0 to 59: no trajectory had a reference answer to score."
+    (folder / "logs" / f"{run.name}.log").write_text(
+        f"iteration 0\nWARNING another\nWARNING {said}\nrun directory: x\n"
+    )
+    entry = lab.measure("small")
+    assert entry["warned"] == {"good": said}
+    results = Results(declaration, {"small": {**entry, "digest": declaration.digest("small")}})
+    assert f"Warned: `good` ({said})." in cells_block(results)
+
+
 def test_a_cell_that_has_changed_since_counts_as_not_measured(tmp_path):
     _, cells = measured(tmp_path)
     results = Results(declared(tokens=900), cells)
