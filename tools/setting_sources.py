@@ -41,6 +41,7 @@ GRAPH_PAGES = {
     "s_trace": "trace",
     "sdpo": "self_teacher",
     "srpo_turns": "turns",
+    "trace_td": "turns",
     "tree_grpo": "turns",
     "tree_turns": "turns",
     "turn_ppo": "turns",
