@@ -204,6 +204,11 @@ class CreditGraph:
                 raise ConfigError(_needs(f"{place}, node '{node.name}'", Verifier))
             if Policy in kinds and self._policy is None:
                 raise ConfigError(_needs(f"{place}, node '{node.name}'", Policy))
+            if node.cls.placement == "collective" and node.use != CRITIC:
+                raise ConfigError(
+                    f"{place}: {node.use} trains a model of its own, which another trainer does not hold. Train it "
+                    "with `creditgraph train`."
+                )
             if node.use == "segmenter.thought":
                 raise ConfigError(
                     f"{place}: segmenter.thought reads where thoughts end, which another trainer does not record; set "

@@ -149,6 +149,7 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
         (["gipgo"], r"no graph 'gipgo'; expected one of .* Did you mean 'gigpo'\?"),
         (["srpo"], r"graph 'srpo': it samples responses of its own \(sampler.failures, expander.reset\)"),
         (["rredcot"], r"node 'value' scores texts with the policy; pass policy=EndpointPolicy"),
+        (["prime"], r"graph 'prime': value.implicit trains a model of its own"),
         (["vineppo"], r"segmenter.thought reads where thoughts end"),
         (["grpo", "advantage.normalise=std"], r"advantage.normalise.*normalize"),
     ],
