@@ -86,9 +86,10 @@ class TurnReset(EpisodePlayer):
         table = self.table(prompts, policy, environments)
         played = table.play(rows, seed, [recorded[i] for i in owner.tolist()])
         entry = owner[played.entry]
-        begins = played.turns.episode == played.turns.uid
-        above = episodes.uid[episodes.index_of(failures.uid)[entry] + played.turns.turn - 1]
-        parent = torch.where(begins & (played.turns.turn > 0), above, -1)
+        # Only a first row has a recorded turn above it; later ones may be more than the recorded episode has.
+        begins = (played.turns.episode == played.turns.uid) & (played.turns.turn > 0)
+        above = episodes.index_of(failures.uid)[entry] + played.turns.turn - 1
+        parent = torch.where(begins, episodes.uid[torch.where(begins, above, 0)], -1)
         self.context.log(**played.metrics(), **length_metrics(played.trajectories))
         grown = played.trajectories.replace(group=failures.uid[entry], parent=parent)
         return Outputs(trajectories=grown, turns=played.turns)

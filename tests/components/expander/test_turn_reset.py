@@ -17,7 +17,7 @@ MADE = []
 
 
 class Echo:
-    """Three turns; the state is all that was said. The reward is 1 for an episode without "w"."""
+    """Three turns, or until "e"; the state is all that was said. The reward is 1 for an episode without "w"."""
 
     def __init__(self):
         MADE.append(self)
@@ -34,7 +34,7 @@ class Echo:
     def step(self, text):
         self.said += text
         self.turns += 1
-        return f"[{self.turns}]", float(self.turns == 3 and "w" not in self.said), self.turns == 3
+        return f"[{self.turns}]", float(self.turns == 3 and "w" not in self.said), self.turns == 3 or "e" in text
 
     def close(self):
         pass
@@ -49,12 +49,12 @@ class Made(Environments):
 def case(toolbox):
     """Prompts P and Q with two episodes each; the first of P and both of Q say "w" in turn 2."""
 
-    def make(metadata=({}, {})):
+    def make(metadata=({}, {}), wrong="bw", after="[1]"):
         MADE.clear()
         prompts = toolbox.prompts(["P", "Q"], metadata=[{"template": "plain", **row} for row in metadata])
 
         def script(context, n):
-            return "bw" if context.endswith("[1]") and (n == 0 or context[0] == "Q") else "ab"
+            return wrong if context.endswith(after) and (n == 0 or context[0] == "Q") else "ab"
 
         policy = toolbox.policy(script)
         settings = {"max_tokens": 4, "max_turns": 5}
@@ -129,6 +129,15 @@ def test_merged_turns_get_rewards_and_keep_their_rows(toolbox, case):
     rewards = toolbox.start(EpisodeRewards).run(turns=merged.turns).rewards
     assert rewards.value.tolist() == [0] * 3 + [1] * 3 + [0] * 6 + [1] * 4 + [1] * 8
     assert merged.turns.uid.tolist() == merged.trajectories.uid.tolist()
+
+
+def test_more_new_turns_than_the_last_recorded_episode_has(toolbox, case):
+    """The last episodes end after one turn, and their new ones have three."""
+    made = case(wrong="we", after="")
+    failures, out, _, _ = reset(toolbox, made, [1] * 4)
+    assert failures.uid[-1] == made[2].trajectories.uid[-1]
+    assert out.turns.turn.tolist() == [0, 1, 2] * 8
+    assert (out.trajectories.parent == -1).all()
 
 
 def test_an_environment_that_turns_do_not_determine_costs_its_episodes(toolbox, case):
