@@ -361,7 +361,7 @@ class ServerPool:
         now = time.monotonic()
         return all(
             server.state == "gone"
-            or (server.state == "lost" and not server.own and now - server.lost_at > self.settings.hang_seconds)
+            or (server.state == "lost" and not server.own and now - server.lost_at > server.patience)
             for server in self.servers
         )
 

@@ -215,6 +215,11 @@ class Server(Launched):
 
     # Faults
 
+    @property
+    def patience(self) -> float:
+        """Seconds until one that others started counts as gone; a job starts those that it lists again."""
+        return self.settings.start_seconds if self.address.listed_in else self.settings.hang_seconds
+
     def lose(self, reason: str, restart: bool) -> None:
         """Takes the server out of the pool, has its requests sent to others, and starts to recover it."""
         if self.state in ("lost", "gone"):

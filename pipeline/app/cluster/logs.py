@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# job-JOB, and ROLE-JOB-START-NODE of its steps.
-_NAME = re.compile(r"(?P<role>job|eval|learner|engine-\d+)-(?P<job>\d+)(-(?P<start>\d+)-.+)?")
+# job-JOB, and ROLE-JOB-START-NODE of its steps; START.AGAIN of a learner that was restarted inside the allocation.
+_NAME = re.compile(r"(?P<role>job|eval|learner|engine-\d+)-(?P<job>\d+)(-(?P<start>\d+)(\.(?P<again>\d+))?-.+)?")
 _TAIL_BYTES = 4096  # shown before following
 
 
@@ -17,7 +17,8 @@ class _Log:
     file: Path
     role: str
     job: int
-    start: int  # number of restarts before it; -1 for a job's own log, which has all starts
+    start: int  # number of restarts of the job before it; -1 for a job's own log, which has all starts
+    again: int  # number of restarts in the same start
 
 
 def newest_start(run: Path) -> list[Path]:
@@ -28,7 +29,7 @@ def newest_start(run: Path) -> list[Path]:
     """
     files = sorted((run / "logs").glob("*.log"))
     named = [(file, _NAME.fullmatch(file.stem)) for file in files]
-    logs = [_Log(file, m["role"], int(m["job"]), int(m["start"] or -1)) for file, m in named if m]
+    logs = [_Log(file, m["role"], int(m["job"]), int(m["start"] or -1), int(m["again"] or 0)) for file, m in named if m]
     training = [log for log in logs if log.role != "eval"]
     evaluation = [log for log in logs if log.role == "eval"]
     unnamed = [file for file, match in named if not match]
@@ -42,6 +43,8 @@ def _of_newest_start(logs: list[_Log], holder: int) -> list[Path]:
     own = [log for log in logs if log.job == job]
     start = max((log.start for log in own), default=-1)
     chosen = [log for log in own if log.start in (-1, start)]
+    last = {role: max(log.again for log in chosen if log.role == role) for role in {log.role for log in chosen}}
+    chosen = [log for log in chosen if log.again == last[log.role]]
     chosen.sort(key=lambda log: (log.role != "job", log.role != "learner", log.file.name))
     return [log.file for log in chosen]
 

@@ -98,6 +98,7 @@ def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
         _output(job.run / "logs" / f"{job.kind}-", "%j"),
         "--open-mode=append",  # otherwise a requeued job would overwrite its log
         "--requeue",
+        "--no-kill",  # a lost node does not end the others: the script replaces it
         f"--nodes={cluster.all_nodes}",
         f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={cluster.cpus_per_task}",

@@ -21,6 +21,8 @@ _AT_LEAST_ZERO = (
     "servers_per_node",
     "warn_seconds",
     "engine_restarts",
+    "learner_restarts",
+    "spare_nodes",
 )
 
 
@@ -35,6 +37,8 @@ class Cluster:
     """nodes of the learner"""
     engine_nodes: int = 0
     """further nodes that hold engine servers; 0 with disaggregated puts the servers on the learner's nodes"""
+    spare_nodes: int = 0
+    """further nodes that wait to take the place of lost ones; without one a job that lost a node is requeued"""
     gpus_per_node: int = 8
     """GPUs requested on every node; 0 is a CPU job"""
     gpu: str = ""
@@ -65,6 +69,9 @@ class Cluster:
     """deadline for the engine servers of one start to be ready"""
     engine_restarts: int = 3
     """how often an engine server that ended is restarted in one start of the job; after that, the others continue"""
+    learner_restarts: int = 3
+    """how often in a row, without a new checkpoint, a learner that lost a process or a node is restarted inside the
+    allocation; 0 ends the job"""
     interface: str = ""
     """network interface for NCCL and gloo, such as ib0; empty: NCCL chooses one, gloo takes the one through which the
     first node is reached"""
@@ -151,7 +158,7 @@ class Cluster:
     @property
     def all_nodes(self) -> int:
         """Nodes of the job."""
-        return self.nodes + (self.engine_nodes if self.placement == "disaggregated" else 0)
+        return self.nodes + self.spare_nodes + (self.engine_nodes if self.placement == "disaggregated" else 0)
 
 
 def load_cluster(name: str, overrides: dict[str, str], config_dirs: Sequence[str | Path] = ()) -> Cluster:

@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
         # An evaluation is one process, which starts its own engine server if it uses one.
-        cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
+        cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, spare_nodes=0, chain=1)
         cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
         chosen = combinations(rest, options.config_dir) if options.multirun else [rest]

@@ -55,6 +55,12 @@ def test_logs_of_the_newest_start(logs, capsys):
     assert capsys.readouterr().out == "── learner-7-1-a.log (last 1 of 22 lines)\nlearner-7-1-a line 21\n"
 
 
+def test_of_a_learner_restarted_in_the_allocation_the_newest_log_is_shown(logs):
+    for again in (1, 2):
+        (logs / "logs" / f"learner-7-1.{again}-a.log").write_text("restarted\n")
+    assert [log.name for log in newest_start(logs)] == ["job-7.log", "learner-7-1.2-a.log", "engine-0-7-1-b.log"]
+
+
 def test_text_in_a_log_does_not_drive_the_terminal(logs, capsys):
     (logs / "logs" / "job-7.log").write_text("a\x1b[31mb\n")
     assert main(["status", str(logs), "--logs", "job"]) == 0

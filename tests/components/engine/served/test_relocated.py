@@ -1,6 +1,8 @@
 """Servers that others keep: one that is started again elsewhere is found by its rendezvous file."""
 
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 from creditgraph.components.engine.served.addresses import read_rendezvous, write_rendezvous
 
@@ -22,3 +24,19 @@ def test_a_server_that_its_keeper_starts_elsewhere_comes_back(fleet, tmp_path):
     assert user.pool.servers[1].label.startswith("1-")
     user.load(2)
     user.generate(version=2)
+
+
+def test_where_all_are_lost_those_that_a_job_starts_again_are_waited_for(fleet, tmp_path):
+    keeper = fleet(2, restarts=0)
+    one, spare = (s.address for s in keeper.pool.servers)
+    file = tmp_path / "found.json"
+    write_rendezvous(file, [one])
+    user = fleet(1, addresses=read_rendezvous(file, 1.0), hang_seconds=0.5)
+    user.load(1)
+    keeper.kill(0)
+    with ThreadPoolExecutor(1) as aside:
+        done = aside.submit(user.generate)
+        time.sleep(3.0)  # longer than hang_seconds and a look at the servers
+        assert not done.done()
+        write_rendezvous(file, [dataclasses.replace(spare, name=one.name)])
+        done.result(60.0)

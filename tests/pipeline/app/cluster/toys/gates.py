@@ -19,3 +19,10 @@ class GatedPrompts(DatasetPrompts):
             Path(f"{gate}.{self.context.iteration}.{os.environ.get('SLURM_PROCID')}").touch()
             time.sleep(0.02)
         return super().run()
+
+
+class DyingPrompts(DatasetPrompts):
+    """Ends with an error that no sentence explains."""
+
+    def run(self) -> Outputs:
+        raise RuntimeError("as ordered")
