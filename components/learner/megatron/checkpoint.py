@@ -1,12 +1,11 @@
 """Distributed checkpoints of megatron-core: every rank writes its shards, and any other layout can read them.
 
 Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read
-at another. torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for
-the distributed optimizer: state that exists before loading, loading without its step counters, and one step counter
-per parameter.
+at another; `shards.py` has the ranges of the distributed optimizer. torch's AdamW, which megatron-core falls back to
+without TransformerEngine and Apex, needs two repairs: state that exists before loading, and one step counter per
+parameter.
 """
 
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer
 from creditgraph.components.learner.megatron.results_queue import make_queue
+from creditgraph.components.learner.megatron.shards import write_own_ranges
 from creditgraph.pipeline.core.errors import RunError
 
 METADATA = {
-    # Gathers each parameter's state, so that TP and PP may change too; nothing written depends on the layout.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    # On the first replica only and through gloo: otherwise every GPU would hold the gathered float32 state, 4 bytes for
-    # each parameter of its stage, and every host 12.
-    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "distrib_optim_sharding_type": "fully_reshardable",  # TP and PP may change too; its two methods are replaced
     "chained_optim_avoid_prefix": True,
 }
 
@@ -156,18 +152,7 @@ def _fill_state(optimizer: MegatronOptimizer) -> None:
                     part.optimizer.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                     if part in adams:
                         part.optimizer.state[p]["step"] = torch.tensor(0.0)
-        if part in adams and hasattr(part, "_set_main_param_and_optimizer_states"):
-            part._set_main_param_and_optimizer_states = types.MethodType(_copy_into, part)
-
-
-def _copy_into(part: Any, model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces a method that requires a saved `step` per parameter, which no checkpoint has."""
-    group, place = part.model_param_group_index_map[model_param]
-    main = part.optimizer.param_groups[group]["params"][place]
-    with torch.no_grad():
-        for name, target in {"param": main, **part.optimizer.state[main]}.items():
-            if name in tensors:
-                target.copy_(tensors[name])
+        write_own_ranges(part)
 
 
 def add_first_step(state: Any) -> None:

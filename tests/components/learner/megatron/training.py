@@ -310,23 +310,22 @@ def save_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str =
     return {"saved": saved, **third}
 
 
-def gathered(folder: str, target: str) -> tuple[bool, bool]:
-    """Whether this rank holds the whole float32 state of the distributed optimizer to save it; and whether on a GPU."""
+def shared(folder: str, target: str) -> tuple[float, int]:
+    """MB that this rank writes of a checkpoint with the distributed optimizer, and tensors it sends or receives."""
     from pathlib import Path
+    from unittest import mock
+
+    import torch.distributed as dist
 
     learner = megatron_learner(folder, {"distributed_optimizer": "on"}, CASES["ppo_clip"])
-    seen = []
-    for part in learner.backend.optimizer.inner.chained_optimizers:
-
-        def gather(use_gloo_comm: bool, own: Any = part.get_parameter_state_dp_zero, **kwargs: Any) -> Any:
-            state = own(use_gloo_comm=use_gloo_comm, **kwargs)
-            seen.append((state is not None, not use_gloo_comm))
-            return state
-
-        part.get_parameter_state_dp_zero = gather
-    learner.save_shards(Path(target)).finish()
-    (only,) = seen
-    return only
+    names = ("gather", "scatter", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "send", "recv")
+    with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
+        learner.save_shards(Path(target)).finish()
+        # What all_gather_object and gather_object send are a description of the shards, as bytes.
+        calls = [call for name in names for call in getattr(dist, name).call_args_list]
+    moved = [x for call in calls for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.Tensor)]
+    own = Path(target).glob(f"__{dist.get_rank()}_*.distcp")
+    return sum(f.stat().st_size for f in own) / 1e6, sum(x.is_floating_point() for x in moved)
 
 
 def fails_to_save(folder: str, target: str) -> str:
