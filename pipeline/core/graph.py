@@ -35,7 +35,7 @@ MAX_DELAY = 100  # every value in between is kept in memory
 MAX_NODES = 128  # seven bits of every uid
 
 _NAME = re.compile(r"^[a-z][a-z0-9_]*$")
-_WIRE = re.compile(r"^(?P<source>[^.@\s]+)\.(?P<output>[^.@\s]+)(?:@(?P<delay>-?\d+))?$")
+_WIRE = re.compile(r"^(?P<source>[^.@\s]+)\.(?P<output>[^.@\s]+)(?:@(?P<newest><=|≤)?(?P<delay>-?\d+))?$")
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _parse_wires(name: str, inputs: Any, problems: list[str]) -> dict[str, list[
 def _parse_wire(place: str, text: Any, problems: list[str]) -> Wire | None:
     match = _WIRE.match(text) if isinstance(text, str) else None
     if match is None:
-        problems.append(f"{place}: expected a wire, 'node.output' or 'node.output@k', got {text!r}.")
+        problems.append(f"{place}: expected a wire, 'node.output', 'node.output@k' or 'node.output@<=k', got {text!r}.")
         return None
     delay = match["delay"]
     if delay is not None and int(delay) < 1:
@@ -243,4 +243,4 @@ def _parse_wire(place: str, text: Any, problems: list[str]) -> Wire | None:
     if int(delay or 0) > MAX_DELAY:
         problems.append(f"{place}: wire '{text}' reads {delay} iterations back; expected at most {MAX_DELAY}.")
         return None
-    return Wire(match["source"], match["output"], int(delay or 0))
+    return Wire(match["source"], match["output"], int(delay or 0), newest=bool(match["newest"]))

@@ -119,14 +119,20 @@ def _fits(possible: Any, accepted: Any) -> bool:
 
 @dataclass(frozen=True)
 class Wire:
-    """The output `source.output` of `delay` iterations ago."""
+    """The output `source.output` of `delay` iterations ago; with `newest` the newest one that is not older."""
 
     source: str
     output: str
     delay: int = 0
+    newest: bool = False
+
+    @property
+    def age(self) -> str:
+        """`@k`, `@<=k` or nothing, as a graph's text has it."""
+        return f"@{'<=' if self.newest else ''}{self.delay}" if self.delay else ""
 
     def __str__(self) -> str:
-        return f"{self.source}.{self.output}" + (f"@{self.delay}" if self.delay else "")
+        return f"{self.source}.{self.output}{self.age}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from creditgraph.pipeline.core.component import Component
 from creditgraph.pipeline.core.errors import did_you_mean
 from creditgraph.pipeline.core.handles import Handle
-from creditgraph.pipeline.core.payloads import Credit, Prompts, Trajectories
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Trajectories, Weights
 from creditgraph.pipeline.core.sockets import Node, Socket, Wire
 
 # The rows of a batch, as the stacked rows of some outputs: (node, output, iterations ago).
@@ -102,6 +102,11 @@ def _wire_problems(
         yield (
             f"{place}: wire '{wire}' delays a {output.type_text}, a handle whose past cannot be kept; "
             "delay the weights it is made of instead."
+        )
+    elif wire.newest and (node.placement == "collective" or not output.carries(Weights)):
+        yield (
+            f"{place}: wire '{wire}' reads the newest value that is there; expected weights and a node that every "
+            f"replica runs for itself. Write '@{wire.delay}'."
         )
     elif wire.delay and _has_no_initial(source.cls):
         yield (

@@ -2,6 +2,7 @@
 
 Every value carries the iteration it belongs to, and a wire declares which iteration it reads. So the graph fixes which
 policy version samples which rollout; overlapping generation with learning changes when things are computed, never what.
+A wire `@<=k` alone reads what is there, and schedule.py writes down what that was.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from creditgraph.pipeline.run.placement import InFlight, RankView
 from creditgraph.pipeline.run.recorder import Recorder
 from creditgraph.pipeline.run.run_directory import METRICS, REJECTED, RunDirectory
 from creditgraph.pipeline.run.run_settings import Observer, RunSettings
+from creditgraph.pipeline.run.schedule import Schedule
 from creditgraph.pipeline.run.snapshots import Snapshots
 from creditgraph.pipeline.run.stops import Outcome, Stops
 from creditgraph.pipeline.run.timeline.spans import Timeline
@@ -79,7 +81,8 @@ class Executor:
         self._team.folder = path
         self._trace = Timeline(path, settings.trace, ranks.rank, ranks.world)
         self._recorder = Recorder(path / "record", settings.record, graph, self._trace) if path else None
-        self._values = Values(self._view.nodes, self._trace)
+        self._schedule = Schedule(path, self._view.first, settings.schedule)
+        self._values = Values(self._view.nodes, self._trace, self._schedule)
         self._stops = Stops(settings.iterations, self._values, self._team, self._trace)
         self._start = -1  # unknown before restore
         self._reports: dict[tuple[str, int], LaneReport] = {}
@@ -114,6 +117,7 @@ class Executor:
         self._start = 0 if checkpoint is None else checkpoint.iteration + 1
         groups = checkpoint.groups if checkpoint else {}
         states = self._view.states_of(groups)
+        self._schedule.restore(self._team.from_first)
         if checkpoint:
             for node in self._view.nodes:
                 self._runners[node.name].refuse_missing(states, checkpoint.iteration)
@@ -200,6 +204,7 @@ class Executor:
         if self._recorder:
             self._recorder.close()
         self._trace.close()
+        self._schedule.close()
         for sink in [*self._logs.values(), *self._sinks]:
             sink.close()
         self._logs = {}

@@ -102,6 +102,8 @@ class RankView:
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
         """Returns the inputs of a node: its replica's values, on every rank of it that runs the node."""
+        for wire in (wire for _, wire in node.all_wires if wire.newest):
+            values.choose(wire, iteration, lambda tag: self._agreed(node, tag))
         if node.placement != "collective" or self.ranks.per_replica == 1:
             return values.gather(node, iteration)
 
@@ -118,6 +120,10 @@ class RankView:
             for wire, value in zip(wires, received, strict=True):
                 local[wire] = set_origin(value, f"{wire.source}.{wire.output}")
         return as_inputs(node, {socket: [local[w] for w in ws] for socket, ws in node.wires.items()})
+
+    def _agreed(self, node: Node, tag: int) -> int:
+        """The newest iteration whose value all replicas have; all their leaders run the node."""
+        return min(self.collectives(node.name).among_leaders(tag)) if self.many else tag
 
     def recorded(self, node: Node, value: Any) -> Any:
         """Returns the value that rank 0 records: a batch of all replicas, else its own value. Every rank calls it."""

@@ -36,6 +36,8 @@ class RunSettings:
     20 times slower than one)"""
     overlap: bool = True
     """generate later iterations during learning where the wires allow it; the results are the same"""
+    schedule: str = ""
+    """schedule.jsonl of another run, which says what wires with `@<=k` read; empty: the newest value that is there"""
     check_memory: bool = True
     """on a GPU, refuse to start where learner and engine need more memory than it has by the layout plan, which counts
     rather too much"""

@@ -3,11 +3,13 @@
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.core.trace import NO_TRACE, Trace
+from creditgraph.pipeline.run.schedule import Schedule
 
 Output = tuple[str, str]  # (node, output)
 
@@ -29,14 +31,16 @@ def as_inputs(node: Node, by_socket: dict[str, list[Any]]) -> dict[str, Any]:
 class Values:
     """Values by (node, output, iteration). Reading waits until the value exists or a lane has failed.
 
-    `nodes` are those that run on this rank; values that they read from other ranks are not kept here.
+    `nodes` are those that run on this rank; values that they read from other ranks are not kept here. `schedule` says
+    what wires with `@<=k` read.
 
     A value read only within its iteration is dropped after its last reader. One read with `@k` is kept until `complete`
     reports the end of iteration + k, checkpoint included, so that every checkpoint can save the values in flight.
     """
 
-    def __init__(self, nodes: Sequence[Node], trace: Trace = NO_TRACE) -> None:
+    def __init__(self, nodes: Sequence[Node], trace: Trace = NO_TRACE, schedule: Schedule | None = None) -> None:
         self._trace = trace
+        self._schedule = schedule or Schedule(None, writes=False)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
         self.completed = -1
@@ -68,21 +72,34 @@ class Values:
         """The inputs of `node` for `iteration`, waiting where needed; list sockets get lists."""
         with self.changed:
             by_socket = {
-                socket: [self._wait(wire, iteration - wire.delay) for wire in wires]
-                for socket, wires in node.wires.items()
+                socket: [self._wait(wire, iteration) for wire in wires] for socket, wires in node.wires.items()
             }
         return as_inputs(node, by_socket)
+
+    def choose(self, wire: Wire, iteration: int, agree: Callable[[int], int]) -> None:
+        """Chooses which value a wire with `@<=k` reads: the newest one that is there, waiting where all are too old.
+
+        Args:
+            wire: the wire.
+            iteration: the iteration that reads it.
+            agree: newest iteration whose value is here → the one that all replicas have.
+        """
+        if self._schedule.known(wire, iteration) is None:
+            with self.changed:
+                self._wait(replace(wire, newest=False), iteration)
+                newest = max(t for *o, t in self._values if o == [wire.source, wire.output] and t < iteration)
+            self._schedule.choose(wire, iteration, agree(newest))
 
     def read(self, node: Node, iteration: int, chosen: Callable[[Wire], bool]) -> dict[Wire, Any]:
         """The values of some of a node's wires for `iteration`, waiting where needed."""
         with self.changed:
-            return {wire: self._wait(wire, iteration - wire.delay) for _, wire in node.all_wires if chosen(wire)}
+            return {wire: self._wait(wire, iteration) for _, wire in node.all_wires if chosen(wire)}
 
     def release(self, node: Node, iteration: int) -> None:
         """`node` has run `iteration`: drops inputs that no node needs any more."""
         with self.changed:
             for _, wire in node.all_wires:
-                key = (wire.source, wire.output, iteration - wire.delay)
+                key = self._key(wire, iteration)
                 if key in self._left:
                     self._left[key] -= 1
                     if self._left[key] <= 0 and (wire.source, wire.output) not in self.delays:
@@ -131,8 +148,12 @@ class Values:
             self.error = self.error or error
             self.changed.notify_all()
 
+    def _key(self, wire: Wire, iteration: int) -> tuple[str, str, int]:
+        chosen = self._schedule.known(wire, iteration) if wire.newest else None
+        return wire.source, wire.output, iteration - wire.delay if chosen is None else chosen
+
     def _wait(self, wire: Wire, iteration: int) -> Any:
-        key = (wire.source, wire.output, iteration)
+        key = self._key(wire, iteration)
         if key not in self._values:
             with self._trace.waiting(f"{wire.source}.{wire.output}"):
                 while key not in self._values:

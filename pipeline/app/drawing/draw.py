@@ -48,7 +48,7 @@ def mermaid(graph: Graph) -> str:
         text = f"{_mermaid_text(node.name)}<br/><small>{_mermaid_text(node.use)}</small>"
         lines.append(f'    {_mermaid_id(node.name)}["{text}"]')
     for target, wire in _wires(graph):
-        label = _mermaid_text(wire.output + (f"@{wire.delay}" if wire.delay else ""))
+        label = _mermaid_text(wire.output + wire.age)
         arrow = f'-. "{label}" .->' if wire.delay else f'-- "{label}" -->'
         lines.append(f"    {_mermaid_id(wire.source)} {arrow} {_mermaid_id(target)}")
     learning = [_mermaid_id(n) for n, lane in graph.lanes.items() if lane == "learning"]
@@ -209,8 +209,8 @@ class _Picture:
         for name, outputs in self.outputs.items():
             for output in outputs:
                 x, y = self._out_port(name, output)
-                delays = sorted({w.delay for _, w in self.wires if (w.source, w.output) == (name, output)})
-                marks = ", ".join(f"@{d}" if d else "" for d in delays).strip(", ")
+                ages = sorted({w.age for _, w in self.wires if (w.source, w.output) == (name, output)})
+                marks = ", ".join(ages).strip(", ")
                 yield f'<text class="port" x="{x + 5:.1f}" y="{y + 13:.1f}">{escape(output + marks)}</text>'
 
     def _node_parts(self) -> Iterator[str]:

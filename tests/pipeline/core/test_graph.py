@@ -78,12 +78,15 @@ def test_lanes_follow_the_learner_within_an_iteration(srpo: Nodes) -> None:
     assert {n for n, lane in lanes.items() if lane == "learning"} == {"learner", "after"}
 
 
-@pytest.mark.parametrize(("delay", "overlaps"), [(1, False), (2, True), (3, True)])
-def test_overlap_needs_two_iterations_on_the_way_back(srpo: Nodes, delay: int, overlaps: bool) -> None:
+@pytest.mark.parametrize(
+    ("delay", "overlaps"), [("1", False), ("2", True), ("3", True), ("<=1", False), ("<=3", True), ("≤3", True)]
+)
+def test_overlap_needs_two_iterations_on_the_way_back(srpo: Nodes, delay: str, overlaps: bool) -> None:
     srpo["engine"]["in"]["weights"] = f"learner.weights@{delay}"
     built = graph(srpo)
     assert built.overlaps is overlaps
-    assert built.max_delay == delay
+    assert built.max_delay == int(delay[-1])
+    assert str(built["engine"].wires["weights"][0]) == f"learner.weights@{delay}".replace("≤", "<=")
 
 
 def test_one_lane_alone_does_not_overlap() -> None:
@@ -185,11 +188,15 @@ def test_a_delayed_handle_is_refused(srpo):
 @pytest.mark.parametrize(
     ("wire", "text"),
     [
-        ("sampler", "localizer.failures: expected a wire, 'node.output' or 'node.output@k', got 'sampler'."),
-        (3, "localizer.failures: expected a wire, 'node.output' or 'node.output@k', got 3."),
+        (
+            "sampler",
+            "localizer.failures: expected a wire, 'node.output', 'node.output@k' or 'node.output@<=k', got 'sampler'.",
+        ),
+        (3, "localizer.failures: expected a wire, 'node.output', 'node.output@k' or 'node.output@<=k', got 3."),
         (
             "sampler.failures@x",
-            "localizer.failures: expected a wire, 'node.output' or 'node.output@k', got 'sampler.failures@x'.",
+            "localizer.failures: expected a wire, 'node.output', 'node.output@k' or 'node.output@<=k', got "
+            "'sampler.failures@x'.",
         ),
         (
             "sampler.failures@0",
@@ -199,6 +206,20 @@ def test_a_delayed_handle_is_refused(srpo):
         (
             "sampler.failures@-1",
             "localizer.failures: wire 'sampler.failures@-1' reads -1 iterations back; expected k ≥ 1",
+        ),
+        (
+            "sampler.failures@<2",
+            "localizer.failures: expected a wire, 'node.output', 'node.output@k' or 'node.output@<=k', got "
+            "'sampler.failures@<2'.",
+        ),
+        (
+            "sampler.failures@<=0",
+            "localizer.failures: wire 'sampler.failures@<=0' reads 0 iterations back; expected k ≥ 1",
+        ),
+        (
+            "sampler.failures@<=2",
+            "localizer.failures: wire 'sampler.failures@<=2' reads the newest value that is there; expected weights "
+            "and a node that every replica runs for itself. Write '@2'.",
         ),
         (
             "samplr.failures",

@@ -170,7 +170,7 @@ def node(name, cls, wires=None, **config):
     parsed = {}
     for socket, text in (wires or {}).items():
         source, _, delay = text.partition("@")
-        parsed[socket] = [Wire(*source.split("."), int(delay or 0))]
+        parsed[socket] = [Wire(*source.split("."), int(delay.removeprefix("<=") or 0), delay.startswith("<="))]
     return Node(name, f"toy:{cls.__name__}", cls, cls.Config(**config), parsed, config)
 
 

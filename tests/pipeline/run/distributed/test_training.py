@@ -1,5 +1,6 @@
 """A whole toy training under torchrun: two replicas train as one process does, and one process continues it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,8 +19,8 @@ SETTINGS = [
 ]
 
 
-def train(root, name, iterations, ranks=1):
-    settings = ["train", *SETTINGS, f"run.root={root}", f"run.name={name}", f"run.iterations={iterations}"]
+def train(root, name, iterations, ranks=1, more=()):
+    settings = ["train", *SETTINGS, f"run.root={root}", f"run.name={name}", f"run.iterations={iterations}", *more]
     if ranks == 1:
         assert main(settings) == 0
     else:
@@ -51,3 +52,14 @@ def test_two_replicas_train_as_one_process_and_one_goes_on(tmp_path):
         if "learner/grad_norm" in expected:
             assert row["learner/grad_norm"] == pytest.approx(expected["learner/grad_norm"], rel=1e-3)
             assert row["learner/entropy"] == pytest.approx(expected["learner/entropy"], rel=1e-4)
+
+
+def test_replicas_read_the_same_weights_where_a_wire_takes_the_newest(tmp_path):
+    newest = ["nodes.engine.in.weights='learner.weights@<=3'"]
+    two = train(tmp_path, "two", 4, ranks=2, more=newest)
+    schedule = tmp_path / "two" / "schedule.jsonl"
+    assert [json.loads(line)["iteration"] for line in schedule.read_text().splitlines()] == [0, 1, 2, 3]
+    one = train(tmp_path, "one", 4, more=[*newest, f"run.schedule={schedule}"])
+    for row, expected in zip(two, one, strict=True):
+        for name in ("rewards/mean", "engine/sampled_tokens", "learner/policy_lag"):
+            assert row.get(name) == pytest.approx(expected.get(name), rel=1e-6)
