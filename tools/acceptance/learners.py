@@ -69,12 +69,13 @@ def alive(run: Run, kind: str, shape: Shape, **settings: Any) -> Iterator[Policy
         run.free()
 
 
-# shape, recomputation, tokens per micro-batch, lengths of rows
+# shape, recomputation, norms and products compiled (learner.hf alone), tokens per micro-batch, lengths of rows
 CASES = (
-    (QWEN2, "none", 32768, (4096, 32768)),
-    (QWEN2, "full", 32768, (4096, 32768)),
-    (QWEN3, "full", 32768, (4096, 32768)),
-    (QWEN3, "none", 8192, (4096,)),
+    (QWEN2, "none", False, 32768, (4096, 32768)),
+    (QWEN2, "full", False, 32768, (4096, 32768)),
+    (QWEN3, "full", True, 32768, (4096, 32768)),
+    (QWEN3, "full", False, 32768, (4096, 32768)),
+    (QWEN3, "none", False, 8192, (4096,)),
 )
 
 
@@ -101,19 +102,23 @@ def _mfu(run: Run, kind: str) -> None:
     big = QWEN2 if run.small else QWEN3
     rate = run.matmul_rate(256 if run.small else 16384, shape_of(run, big).hidden, shape_of(run, big).mlp)
     run.row(model="one matrix product", tflops=rate / 1e12)
-    for full_shape, recompute, budget, lengths in CASES[: 2 if run.small else None]:
+    for full_shape, recompute, compiled, budget, lengths in CASES[: 2 if run.small else None]:
+        if compiled and kind != "hf":
+            continue
         shape = shape_of(run, full_shape)
+        settings = {"compile": True} if compiled else {}
+        how = f"{recompute}, compiled" if compiled else recompute
         budget = 256 if run.small else budget
         try:
-            with alive(run, kind, shape, recompute=recompute, micro_batch_tokens=budget) as learner:
+            with alive(run, kind, shape, recompute=recompute, micro_batch_tokens=budget, **settings) as learner:
                 if kind == "fsdp":
                     run.check(f"{shape.name}, {recompute}: every weight is a DTensor", _is_sharded(learner))
                 for length in (64, 128) if run.small else lengths:
-                    share = _one(run, learner, shape, recompute, length, budget, rate)
+                    share = _one(run, learner, shape, how, length, budget, rate)
                     key = (shape.name, length)
                     best[key] = max(best.get(key, 0.0), share)
         except torch.OutOfMemoryError as error:
-            run.row(model=shape.name, recompute=recompute, length=f"does not fit: {str(error).splitlines()[0][:80]}")
+            run.row(model=shape.name, recompute=how, length=f"does not fit: {str(error).splitlines()[0][:80]}")
         run.free()
     for (name, length), share in best.items():
         run.check(f"{name}, rows of {length}: MFU of the better recomputation", share, None if run.small else AIM, True)

@@ -68,6 +68,7 @@ class HFLearner(HFNode, PolicyLearner):
             seed=context.seed,
             slow_attention=self.config.compute.slow_attention,
             shards=shards,
+            compiled=self.config.compile,
         )
         rows, width = model.get_output_embeddings().weight.shape
         self.model.head_plan = plan_head(

@@ -38,6 +38,7 @@ class LearnerModel:
         seed: random seed of the adapters' initial values.
         slow_attention: whether to accept attention without flash kernels on a GPU; see `Compute`.
         shards: the ranks that hold the model together, and the folder of its weights; None: this rank holds all of it.
+        compiled: whether torch.compile fuses what transformers leaves apart; see `HFSettings.compile`.
 
     Attributes:
         packs: whether the model takes packed sequences.
@@ -53,6 +54,7 @@ class LearnerModel:
         seed: int = 0,
         slow_attention: bool = False,
         shards: tuple[Sharding, str] | None = None,
+        compiled: bool = False,
     ) -> None:
         lora = lora or Lora()
         model.config.use_cache = False
@@ -79,6 +81,8 @@ class LearnerModel:
             self._reference.model.set_attn_implementation(register())
         if recompute == "full":
             _checkpoint(model)
+        for whole in (model, reference) if compiled else ():
+            _compile(whole)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Name → trained parameter; a tied weight appears once."""
@@ -273,6 +277,13 @@ def _slow_reason(model: Any, device: torch.device) -> str:
     windows = {getattr(module, "sliding_window", None) for module in model.modules()}
     reasons = (obstacle(device, model.dtype, head_dim, window) for window in windows)
     return next(filter(None, reasons), "")
+
+
+def _compile(model: nn.Module | None) -> None:
+    """Fuses norms and gated products, for any number of tokens; attention has a kernel of its own."""
+    for module in model.modules() if model is not None else ():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.compile(dynamic=True)
 
 
 def _with_lora(model: Any, lora: Lora, seed: int) -> Any:

@@ -30,6 +30,10 @@ class HFStepSettings(StepSettings):
 class HFSettings(HFStepSettings, LearnerSettings):
     """Settings of `learner.hf`: those of every learner, and what transformers adds."""
 
+    compile: bool = False
+    """whether torch.compile fuses norms and gated products, which transformers computes one operation after the other;
+    for GPUs and models of billions of parameters, at the cost of a minute at the start"""
+
 
 def choose_fsdp_size(weights: int, trained: int, element_bytes: int, copies: int, world: int, gpu_bytes: int) -> int:
     """The fewest ranks with which a model and its training state take at most a quarter of each GPU's memory.

@@ -286,6 +286,23 @@ def test_recomputed_activations_change_nothing(make_learner, make_batch):
     assert distance(*outs) < 1e-6
 
 
+@pytest.mark.slow
+def test_compiled_norms_and_products_change_nothing(make_learner, make_batch):
+    kept = ObjectiveSettings(kl=KL(coefficient=0.1))
+    with torch.random.fork_rng(), torch._dynamo.config.patch(error_on_recompile=False):
+        plain, compiled = (
+            make_learner(optimizer=FAST, objective=kept, recompute="full", compile=x) for x in (False, True)
+        )
+        kinds = [type(m).__name__ for m in compiled.model.causal_lm.modules() if m._compiled_call_impl is not None]
+        assert {"Qwen2RMSNorm", "Qwen2MLP"} == set(kinds)
+        for rows in (8, 5):
+            outs = [run(learner, make_batch(rows)) for learner in (plain, compiled)]
+            assert distance(*(out.weights.tensors for out in outs)) < 1e-5
+            assert outs[1].report.metrics["kl_reference"] == pytest.approx(
+                outs[0].report.metrics["kl_reference"], abs=1e-5
+            )
+
+
 # --- bad input ---
 
 
@@ -319,7 +336,7 @@ def test_wrong_settings(settings, text):
 
 
 def test_settings_are_few():
-    assert len(dataclasses.fields(HFLearner.Config)) <= 13
+    assert len(dataclasses.fields(HFLearner.Config)) <= 14
 
 
 @pytest.mark.parametrize(("minibatches", "old"), [(1, "engine"), (4, "engine"), (1, "recompute")])
