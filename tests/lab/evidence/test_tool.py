@@ -71,6 +71,17 @@ def test_results_name_commits_that_exist_and_claims_come_before_them():
         assert set(entry["claims"]) <= set(known), name
 
 
+def test_another_model_has_the_rates_that_were_best_with_the_first():
+    cells, seen = read_results(ROOT / "docs" / "evidence" / "results.json"), 0
+    for name, cell in DECLARED.cells.items():
+        first, _, number = name.partition("_model_")
+        if number and first in cells:
+            for method, entry in cell.methods.items():
+                assert entry.rate == cells[first]["methods"][method]["lr"], (name, method)
+                seen += 1
+    assert seen == 20
+
+
 def test_every_page_of_a_method_has_its_claims():
     pages = {claim.page for claim in DECLARED.claims.values()}
     shown = {p.stem for p in (ROOT / "docs" / "papers").glob("*.md") if "<!-- evidence -->" in p.read_text()}
