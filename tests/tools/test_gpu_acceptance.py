@@ -1,5 +1,6 @@
 """tools/gpu_acceptance on a CPU: all stages at small sizes, a resumption, and stages that do not pass."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,6 +37,9 @@ def test_all_stages_pass_at_small_sizes_and_a_second_call_runs_what_is_left(tmp_
     assert ran.returncode == 0, ran.stdout + ran.stderr + log
     assert list(lines) == [stage.name for stage in STAGES]
     for name in lines:
+        if name == "fp8" and importlib.util.find_spec("transformer_engine") is None:  # it is compiled for CUDA
+            assert (lines[name]["status"], lines[name]["reason"]) == ("not run", "missing here: transformer_engine")
+            continue
         assert lines[name]["status"] == "passed"
         assert lines[name]["rows"]
         assert lines[name]["checks"]
@@ -52,7 +56,7 @@ def test_all_stages_pass_at_small_sizes_and_a_second_call_runs_what_is_left(tmp_
     again = accept(out, tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     ran_now = {line.split()[0] for line in again.stdout.splitlines()[:-1] if "done before" not in line}
-    assert ran_now == {"attention", "heads"}
+    assert ran_now - {"fp8"} == {"attention", "heads"}  # what was not run is tried again
     assert Results(out).lines()["attention"]["status"] == "passed"
     assert Results(out).lines()["toys"] == lines["toys"]
     # No minute is left: nothing begins.
@@ -190,7 +194,8 @@ def test_operations_are_two_per_weight_and_token_and_those_of_attention(shape, t
         Path(model_folder(Run(device="cpu", small=True, scratch=tmp_path), shape)) / "model.safetensors"
     )
     # The embedding is there once: as input it is a lookup, as output a product.
-    weights = sum(t.numel() for t in tensors.values() if t.dim() == 2)
+    share = {True: shape.chosen / shape.experts if shape.experts else 0, False: 1}
+    weights = sum(t.numel() * share[".experts." in name] for name, t in tensors.items() if t.dim() == 2)
     causal_pairs = 10 * 64 / 2  # ten tokens on average see half of 64
     attention = 4 * causal_pairs * shape.heads * shape.head_dim * shape.layers
     assert shape.forward_flops(10, 64) == 10 * 2 * weights + attention

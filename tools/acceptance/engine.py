@@ -26,39 +26,36 @@ def stage(run: Run) -> None:
     engine.setup(context_of(run, shape, "engine"))
     policy = engine.run(weights=Weights(version=0)).policy
     run.check(f"decoder: {type(engine.decoder).__name__}", type(engine.decoder).__name__ == "LeanDecoder")
-    prompts, done = _generate(run, policy, shape)
+    cases = ((8, 12, 6),) if run.small else ((64, 512, 256), (512, 512, 512))
+    prompts, done = [generate(run, policy, shape, *case) for case in reversed(cases)][-1]
     _branches(run, policy, shape)
     with alive(run, "hf", shape) as learner:
-        _gap(run, learner.model, prompts, done)  # type: ignore[attr-defined]
+        gap_to(run, learner.model, prompts, done)  # type: ignore[attr-defined]
     engine.close()
 
 
-def _generate(run: Run, policy: Any, shape: Shape) -> tuple[Jagged, Any]:
-    found: tuple[Jagged, Any] | None = None
-    for rows, prompt, response in ((8, 12, 6),) if run.small else ((64, 512, 256), (512, 512, 512)):
-        tokens = random_tokens(rows // 8 or 1, prompt, shape.vocab, seed=3).repeat_interleave(8, 0)
-        requests = Requests(
-            tokens=Jagged.from_rows(list(tokens), torch.int32),
-            seed=torch.arange(len(tokens)),
-            sampling=Sampling(max_tokens=response),
-        )
-        with run.peak() as peak:
-            start = run.clock()
-            done = policy.generate(requests)
-            seconds = run.clock() - start
-        sampled = len(done.tokens.values)
-        run.row(
-            what=f"generate {len(tokens)} × ({prompt} + {response})",
-            seconds=seconds,
-            tokens_per_s=sampled / seconds,
-            peak_added_gb=peak["added_gb"],
-        )
-        found = found or (requests.tokens, done)
-    assert found is not None
-    return found
+def generate(run: Run, policy: Any, shape: Shape, rows: int, prompt: int, response: int) -> tuple[Jagged, Any]:
+    """Samples responses to random prompts, eight to each; the prompts, row by row, and what was sampled."""
+    tokens = random_tokens(rows // 8 or 1, prompt, shape.vocab, seed=3).repeat_interleave(8, 0)
+    requests = Requests(
+        tokens=Jagged.from_rows(list(tokens), torch.int32),
+        seed=torch.arange(len(tokens)),
+        sampling=Sampling(max_tokens=response),
+    )
+    with run.peak() as peak:
+        start = run.clock()
+        done = policy.generate(requests)
+        seconds = run.clock() - start
+    run.row(
+        what=f"generate {len(tokens)} × ({prompt} + {response})",
+        seconds=seconds,
+        tokens_per_s=len(done.tokens.values) / seconds,
+        peak_added_gb=peak["added_gb"],
+    )
+    return requests.tokens, done
 
 
-def _gap(run: Run, model: Any, prompts: Jagged, done: Any) -> None:
+def gap_to(run: Run, model: Any, prompts: Jagged, done: Any, of: str = "of engine.local") -> None:
     """Log-probs of the engine against those of the learner with the same weights."""
     prompt, response = prompts.to(run.device), done.tokens.to(run.device)
     gaps = []
@@ -69,9 +66,12 @@ def _gap(run: Run, model: Any, prompts: Jagged, done: Any) -> None:
             gaps.append((logprobs.values - engine.values).abs())
     gap = torch.cat(gaps)
     run.row(
-        what="gap to the learner, nats", mean=float(gap.mean()), p99=float(gap.quantile(0.99)), most=float(gap.max())
+        what=f"gap to the learner, nats, {of}",
+        mean=float(gap.mean()),
+        p99=float(gap.quantile(0.99)),
+        most=float(gap.max()),
     )
-    run.check("mean gap of log-probs to the learner", float(gap.mean()), GAPS[run.dtype])
+    run.check(f"mean gap of log-probs to the learner, {of}", float(gap.mean()), GAPS[run.dtype])
 
 
 def _branches(run: Run, policy: Any, shape: Shape) -> None:

@@ -60,7 +60,7 @@ def alive(run: Run, kind: str, shape: Shape, **settings: Any) -> Iterator[Policy
         learner.close()
         learner.__dict__.clear()
         del learner
-        if dist.is_initialized():
+        if dist.is_initialized() and kind != "hf":  # vLLM in this process has a group of its own
             if kind == "megatron":
                 from creditgraph.components.learner.megatron.parallel import destroy
 

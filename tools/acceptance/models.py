@@ -27,11 +27,19 @@ class Shape:
     head_dim: int
     mlp: int
     vocab: int
+    experts: int = 0  # in each layer, each of width `mlp`; a token goes to a quarter of them, at most four
+
+    @property
+    def chosen(self) -> int:
+        """Experts that a token goes to."""
+        return min(4, self.experts // 4)
 
     def forward_flops(self, tokens: int, length: int) -> float:
         """Operations of a forward pass that predicts `tokens` tokens in rows of `length`, with causal attention."""
         projections = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        products = 2.0 * (self.layers * (projections + 3 * self.hidden * self.mlp) + self.vocab * self.hidden)
+        gated = 3 * self.hidden * self.mlp
+        mlp = self.chosen * gated + self.experts * self.hidden if self.experts else gated
+        products = 2.0 * (self.layers * (projections + mlp) + self.vocab * self.hidden)
         # Scores and values, half of the square each.
         return tokens * (products + 2.0 * self.layers * length * self.heads * self.head_dim)
 
@@ -39,10 +47,12 @@ class Shape:
 HALF = Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936)
 QWEN2 = Shape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936)
 QWEN3 = Shape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936)
+EXPERTS = Shape("qwen3_moe-1b", 12, 1024, 16, 4, 64, 768, 151936, experts=32)
 SMALL = {
     QWEN2.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512),
     HALF.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512),
     QWEN3.name: Shape("qwen3-small", 2, 64, 4, 2, 32, 128, 512),
+    EXPERTS.name: Shape("qwen3_moe-small", 2, 64, 4, 2, 16, 48, 512, experts=8),
 }
 CONTEXT = 1 << 17
 
@@ -63,12 +73,20 @@ def model_folder(run: Run, shape: Shape) -> str:
 
 
 def _write_model(run: Run, shape: Shape, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3MoeConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    kind: Any = Qwen3Config if shape.name.startswith("qwen3") else Qwen2Config
+    kinds: dict[str, Any] = {"qwen2": Qwen2Config, "qwen2.5": Qwen2Config, "qwen3": Qwen3Config}
+    more = {
+        "moe_intermediate_size": shape.mlp,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "norm_topk_prob": True,
+    }
+    kind = Qwen3MoeConfig if shape.experts else kinds[shape.name.partition("-")[0]]
     config = kind(
+        **(more if shape.experts else {}),
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,

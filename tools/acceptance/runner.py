@@ -24,7 +24,17 @@ from launch import ROOT
 from acceptance.measure import Run
 
 SOURCES = ("pipeline", "components", "configs", "tools", "tests")
-PACKAGES = ("torch", "transformers", "numpy", "triton", "megatron.core", "mbridge", "hydra")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "triton",
+    "megatron.core",
+    "mbridge",
+    "hydra",
+    "vllm",
+    "transformer_engine",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ STAGES = (
     Stage("prefixes", "shared prefixes save time at the same gradient", "learners:prefixes", 2),
     Stage("suite", "the component tests on the device", "suite:stage", 4),
     Stage("toys", "toy GRPO and SRPO learn as on a CPU", "toys:stage", 4),
+    Stage("vllm", "vLLM samples what the learner computes, takes its weights and sleeps", "kinds:vllm", 3),
+    Stage("lora", "adapters alone are trained, and sampled with", "kinds:lora", 1),
+    Stage("experts", "a mixture of experts: both learners make the same step", "kinds:experts", 2),
+    Stage("fp8", "TransformerEngine's layers, also in 8 bits, learn what learner.hf does", "kinds:fp8", 2),
     Stage("mfu-hf", "speed and memory of learner.hf", "learners:hf", 4),
     Stage("mfu-fsdp", "speed and memory of learner.hf sharded, on one rank", "learners:fsdp", 4),
     Stage("mfu-megatron", "speed and memory of learner.megatron, local layers", "learners:megatron", 4),
@@ -219,7 +233,11 @@ def version_of(package: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version({"megatron.core": "megatron-core", "hydra": "hydra-core"}.get(package, package))
+        return version(
+            {"megatron.core": "megatron-core", "hydra": "hydra-core", "transformer_engine": "transformer-engine"}.get(
+                package, package
+            )
+        )
     except PackageNotFoundError:
         return "not installed"
 
