@@ -88,12 +88,9 @@ class MegatronOptimizer:
         rule = ParamKey(
             with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=lambda p, name: not self._decays(p, name))
         )
-        separate_gloo = torch.cuda.is_available()  # on a CPU the groups are gloo's already
         overrides: Any = {rule: {"wd_mult": 0.0}}
-        self.inner: Any = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=separate_gloo)
-        for part in self.inner.chained_optimizers:
-            if distributed and not separate_gloo:
-                part.data_parallel_group_gloo = part.data_parallel_group
+        # Groups of gloo would gather the state of checkpoints, which shards.py does without.
+        self.inner: Any = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=False)
         self.set_weight_decay()
 
     def set_weight_decay(self) -> None:

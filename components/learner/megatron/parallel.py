@@ -123,8 +123,7 @@ def init_parallel(layout: ParallelLayout, seed: int = 0) -> None:
             # Experts stay whole: the matrices of the supported models' experts are small.
             expert_tensor_parallel_size=1,
             order="tp-cp-ep-dp-pp",
-            # A second set of groups for CPU tensors, which the first already carries without CUDA.
-            create_gloo_process_groups=torch.cuda.is_available(),
+            create_gloo_process_groups=False,  # no tensor on a CPU is sent in them
         )
     # These streams are not used (no dropout, weights are loaded), but megatron-core requires them. On a CPU its "CUDA"
     # generator is the default one, whose state is restored.
