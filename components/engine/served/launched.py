@@ -17,6 +17,7 @@ from creditgraph.components.engine.served.addresses import (
     Waiting,
     check_port,
     free_port,
+    relocated,
     wait_for_server,
 )
 from creditgraph.components.engine.served.connection import LANE_REQUESTS, new_client
@@ -126,6 +127,16 @@ class Launched:
         await self.disconnect()
         self.client = new_client(self.address)
 
+    async def follow(self) -> bool:
+        """Connects to where its rendezvous file has it now; False where that is where it was."""
+        moved = relocated(self.address)
+        if moved is None:
+            return False
+        logger.warning("%s was started again at %s.", self.name, moved.url)
+        self.address = moved
+        await self.connect()
+        return True
+
     def lane(self, number: int) -> httpx.AsyncClient:
         """A client for the request of some number, made when it is needed: most processes use few of many servers."""
         lane = number % -(-self.settings.max_in_flight // LANE_REQUESTS)
@@ -155,6 +166,8 @@ class Launched:
                     return ""
             except failures() as error:
                 last = describe(error)
+                if await self.follow():
+                    continue
                 # A server of ours knows the key: then another one has taken its port, and ours is about to end.
                 if isinstance(error, WrongKeyError) and self.process is None:
                     step = "Name the file with its key in engine.key_file."

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from creditgraph.components.engine.channel import Update
 from creditgraph.components.engine.probe import compare_logprobs
-from creditgraph.components.engine.served.addresses import relocated
 from creditgraph.components.engine.served.connection import check_closed
 from creditgraph.components.engine.served.dialect import InFlight, ServerError, failures, parsing, result_of
 from creditgraph.components.engine.served.launched import CHECK_SECONDS, Launched, describe
@@ -253,10 +252,8 @@ class Server(Launched):
                         return
                     await self.start()
                 else:
-                    if moved := relocated(self.address):
-                        logger.warning("%s was started again at %s.", self.name, moved.url)
-                        self.address = moved
-                    await self.connect()  # a transfer knows the server's start by its connection
+                    if not await self.follow():
+                        await self.connect()  # a transfer knows the server's start by its connection
                     await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS)
                 if update is None:
                     self._become("ready")

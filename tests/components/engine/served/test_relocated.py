@@ -40,3 +40,20 @@ def test_where_all_are_lost_those_that_a_job_starts_again_are_waited_for(fleet, 
         assert not done.done()
         write_rendezvous(file, [dataclasses.replace(spare, name=one.name)])
         done.result(60.0)
+
+
+def test_a_run_that_starts_while_a_server_is_started_again_elsewhere_finds_it(fleet, tmp_path):
+    keeper = fleet(2, restarts=0)
+    one, spare = (s.address for s in keeper.pool.servers)
+    file = tmp_path / "found.json"
+    write_rendezvous(file, [one])
+    listed = read_rendezvous(file, 1.0)
+    keeper.kill(0)
+    with ThreadPoolExecutor(1) as aside:
+        starting = aside.submit(fleet, 1, addresses=listed)
+        time.sleep(1.0)
+        assert not starting.done()
+        write_rendezvous(file, [dataclasses.replace(spare, name=one.name)])
+        user = starting.result(60.0)
+    user.load(1)
+    user.generate()

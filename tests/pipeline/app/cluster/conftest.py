@@ -39,7 +39,12 @@ def slurm(daemons, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(daemons.folder / "slurm.conf"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TOYS), os.environ.get("PYTHONPATH", "")])))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return daemons
+    yield daemons
+    # A test that failed between a crash and a boot must not fail those after it.
+    states = [line.split() for line in daemons.call("sinfo", "-hN", "-n", "node[1-3]", "-o", "%N %t").splitlines()]
+    for node in {node for node, state in states if "down" in state}:
+        daemons.call("scancel", "--user=root")
+        daemons.node("boot", node)
 
 
 @pytest.fixture
