@@ -76,9 +76,9 @@ def _read(path: Path) -> list[tuple[str, int, int]]:
     """(wire, iteration, what it reads) of every line."""
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"run.schedule: {path} cannot be read ({error.strerror}); expected the {SCHEDULE} of a run."
+            f"run.schedule: {path} cannot be read ({error}); expected the {SCHEDULE} of a run."
         ) from error
     chosen = []
     for number, line in enumerate(lines, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,13 @@ class HFLearner(HFNode, PolicyLearner):
 
     @classmethod
     def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
-        """peft, for adapters."""
-        return not_installed("peft", "learner.lora.rank", "set learner.lora.rank=0") if node.config.lora.rank else []
+        """peft, for adapters; a compiler, for torch.compile."""
+        missing = not_installed("peft", "learner.lora.rank", "set learner.lora.rank=0") if node.config.lora.rank else []
+        if node.config.compile and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+            missing.append(
+                f"{node.name}.compile: needs a C++ compiler, such as g++. Install one, or set compile=false."
+            )
+        return missing
 
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""

@@ -281,9 +281,11 @@ def _slow_reason(model: Any, device: torch.device) -> str:
 
 def _compile(model: nn.Module | None) -> None:
     """Fuses norms and gated products, for any number of tokens; attention has a kernel of its own."""
-    for module in model.modules() if model is not None else ():
-        if type(module).__name__.endswith(("RMSNorm", "MLP")):
-            module.compile(dynamic=True)
+    chosen = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP"))] if model is not None else []
+    if model is not None and not chosen:
+        raise ConfigError(f"learner.compile: {type(model).__name__} has no RMSNorm and no MLP. Set compile=false.")
+    for module in chosen:
+        module.compile(dynamic=True)
 
 
 def _with_lora(model: Any, lora: Lora, seed: int) -> Any:

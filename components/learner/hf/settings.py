@@ -32,7 +32,7 @@ class HFSettings(HFStepSettings, LearnerSettings):
 
     compile: bool = False
     """whether torch.compile fuses norms and gated products, which transformers computes one operation after the other;
-    for GPUs and models of billions of parameters, at the cost of a minute at the start"""
+    for GPUs and large models, since compiling takes time at the start; needs a C++ compiler"""
 
 
 def choose_fsdp_size(weights: int, trained: int, element_bytes: int, copies: int, world: int, gpu_bytes: int) -> int:

@@ -289,7 +289,7 @@ def test_recomputed_activations_change_nothing(make_learner, make_batch):
 @pytest.mark.slow
 def test_compiled_norms_and_products_change_nothing(make_learner, make_batch):
     kept = ObjectiveSettings(kl=KL(coefficient=0.1))
-    with torch.random.fork_rng(), torch._dynamo.config.patch(error_on_recompile=False):
+    with torch.random.fork_rng():
         plain, compiled = (
             make_learner(optimizer=FAST, objective=kept, recompute="full", compile=x) for x in (False, True)
         )
