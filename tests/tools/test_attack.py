@@ -100,7 +100,7 @@ def test_the_command_counts_and_returns_1_when_something_does_not_hold(tmp_path)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done, json.loads((tmp_path / "found").read_text()) if done.returncode < 2 else None
 
-    suites = ("answers", "data", "verifiers")
+    suites = ("answers", "data", "kill", "verifiers")
     done, rows = attack(*suites, "--quick")
     assert {row["suite"] for row in rows} == set(suites)
     assert all(row["tried"] >= 3 for row in rows)
