@@ -7,11 +7,13 @@ from pathlib import Path
 import mkdocs_gen_files
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from metric_tables import metric_table
 
 from creditgraph.pipeline.app.drawing import draw
 from creditgraph.pipeline.core.graph import build_graph
-from creditgraph.pipeline.core.registry import BUILTIN
+from creditgraph.pipeline.core.registry import BUILTIN, load_class
 from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml
 
 GRAPHS = {name: build_graph(read_yaml(f)) for name, f in list_choices("graph", [ROOT / "configs"]).items()}
@@ -49,3 +51,5 @@ for kind in dict.fromkeys(name.partition(".")[0] for name in BUILTIN):
         for use, target in BUILTIN.items():
             if use.startswith(f"{kind}."):
                 file.write(f"\n## `{use}`\n\n::: {target.replace(':', '.')}\n")
+                if metrics := load_class(use).metrics:
+                    file.write(f"\n{metric_table('node/…', metrics)}\n")

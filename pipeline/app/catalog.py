@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from creditgraph.pipeline.core.component import Component
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, raised_text
+from creditgraph.pipeline.core.metric import Metric
 from creditgraph.pipeline.core.registry import load_class
 from creditgraph.pipeline.core.settings import setting_docs, type_text
 from creditgraph.pipeline.core.sockets import Socket, sockets_of
@@ -40,6 +41,7 @@ class Entry:
         takes: input → type as text, for example "Rewards (rows of trajectories)" or "Verifier, optional".
         makes: output → type as text.
         settings: documented settings, nested ones with dotted names.
+        metrics: definitions of the numbers that it logs.
         paper: arXiv id or name of the source, "" without one.
         placement: "replica" or "collective".
         problem: why the class cannot be loaded, "" where it can; then only `summary` says something.
@@ -50,6 +52,7 @@ class Entry:
     takes: dict[str, str] = field(default_factory=dict)
     makes: dict[str, str] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
+    metrics: tuple[Metric, ...] = ()
     paper: str = ""
     placement: str = ""
     problem: str = ""
@@ -68,6 +71,7 @@ def describe(use: str) -> Entry:
         takes={name: _socket_text(socket) for name, socket in sockets.inputs.items()},
         makes={name: _socket_text(socket) for name, socket in sockets.outputs.items()},
         settings=settings_of(cls.Config),
+        metrics=cls.metrics,
         paper=cls.paper,
         placement=cls.placement,
     )

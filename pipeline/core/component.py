@@ -321,7 +321,7 @@ class Component(Preflight, Collective):
             everywhere. When wires allow it, they overlap with the generation of later iterations.
         same_settings: input → names of settings that must have the values of the node which the input is wired from,
             where that node has settings of these names; a graph in which they differ is refused.
-        metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
+        metrics: definitions of the numbers that the component logs; `creditgraph components NAME` lists them.
         final_pass: whether the node runs once more after the last iteration, on the final weights, with
             `context.iteration == context.iterations`.
         remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is

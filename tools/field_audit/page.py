@@ -1,4 +1,4 @@
-"""The generated parts of docs/field.md: counts, the table, and what could not be judged."""
+"""The generated parts of docs/audit.md: counts, the table, and what could not be judged."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def left_out(results: dict[str, Any]) -> str:
 
 
 def blocks(root: Path) -> dict[str, str]:
-    """Block of docs/field.md → its text."""
+    """Block of docs/audit.md → its text."""
     results = read(root / "docs" / "evidence" / "field.json")
     rules = yaml.safe_load((root / "tools" / "field.yaml").read_text(encoding="utf-8"))
     return {"counts": counts(results, rules), "table": table(results, rules), "left_out": left_out(results)}

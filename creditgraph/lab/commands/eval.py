@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph eval run=runs/a,runs/b model=qwen3_4b suite=math engine=vllm tasks=aime_2024,math_500\n"
         "  creditgraph eval model=tiny suite=math data.math_500.path=math_500.jsonl tasks=math_500\n"
         "  creditgraph eval runs/toy_srpo-s0 evaluator.samples=8 evaluator.num_problems=0\n"
-        "docs/evaluation.md has all settings."
+        "docs/lab.md has all settings."
     )
     add_overrides(parser)
     parser.add_argument(

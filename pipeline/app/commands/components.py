@@ -8,7 +8,7 @@ from creditgraph.pipeline.app.completion import complete_component, with_complet
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.core.registry import known_components
 
-SUMMARY = "List components with their inputs, outputs and papers, and the settings of a run."
+SUMMARY = "List components with their inputs, outputs, settings, metrics and papers, and the settings of a run."
 RUN = "run"  # named beside components: the section of a configuration that every run has
 
 
@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="one component with its settings, all of a kind (sampler), or run: the settings run.*",
+        help="one component with its settings and metrics, all of a kind (sampler), or run: the settings run.*",
     )
     with_completer(names, complete_component)
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -53,6 +53,8 @@ def main(options: argparse.Namespace) -> int:
         if options.names:
             for setting in entry.settings:
                 print(f"{'':22}   {setting.name}: {setting.type} = {setting.default}  {setting.doc}")
+            for metric in entry.metrics:
+                print(f"{'':22}   logs {metric.name} [{metric.unit}]  {metric.text}")
     return 0
 
 
