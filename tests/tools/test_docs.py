@@ -91,9 +91,9 @@ def test_the_site_loads_nothing_from_elsewhere(site):
 @needs_mkdocs
 @pytest.mark.xdist_group("site")
 def test_graphs_are_pictures_and_every_page_is_in_the_menu(site):
-    gallery = (site / "recipes" / "index.html").read_text()
-    assert "flowchart" not in gallery
-    assert "graphs/srpo.svg" in gallery
+    paper = (site / "papers" / "srpo" / "index.html").read_text()
+    assert "flowchart" not in paper
+    assert "graphs/srpo.svg" in paper
     front = (site / "index.html").read_text()
     assert 'src="images/credit.png"' in front
     menu = (ROOT / "tools" / "mkdocs.yml").read_text()

@@ -34,6 +34,7 @@ logger = logging.getLogger("creditgraph")
 START_TRIES = 3  # another process may use the port between our check and the server's start
 CHECK_SECONDS = 10.0  # for one health check or version query
 GATE_SECONDS = 0.1  # between two looks at whether a server may start
+LOOK_SECONDS, LISTED_SECONDS = 0.1, 1.0  # between two looks at whether one of ours, or of others, is ready
 _PORT_TAKEN = ("address already in use", "errno 98")
 
 
@@ -177,7 +178,8 @@ class Launched:
                     f"{self.name}: expected it ready within {waiting.seconds:g} s, got no response ({last}). Raise "
                     f"{waiting.setting} if it was still loading.{self.log_lines()}"
                 )
-            await asyncio.sleep(0.1)
+            # Hundreds of leaders may wait for a server of others, and look into the same file each time.
+            await asyncio.sleep(LOOK_SECONDS if self.own else LISTED_SECONDS)
 
     async def stop_process(self) -> None:
         """Ends its process, if it is ours."""
