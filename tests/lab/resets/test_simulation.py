@@ -45,6 +45,13 @@ def test_tokens_of_one_update():
     assert tokens_to_target(sound, Method(split=parse_split("1x4", 8)), seeds=1).tolist() == [(12 + 4) * 24 * 16]
 
 
+def test_the_same_draw_has_the_same_numbers():
+    problems, method = chains({20: 0.3}, problems=4), Method(split=parse_split("1x4", 8))
+    first, again, other = (tokens_to_target(problems, method, seeds=2, draw=draw).tolist() for draw in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
 def test_a_method_that_never_arrives():
     never, soon = np.array([np.inf, 2.0]), np.array([4.0, 4.0])
     assert relative_tokens(soon, never).value == 0
