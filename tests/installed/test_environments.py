@@ -50,9 +50,9 @@ def command(line):
     return shlex.split(line.replace("\\\n", " "), comments=True)[1:]
 
 
-def commands_of(page):
+def commands_of(text):
     """The commands of a page's shell blocks that need nothing of the reader's own, no further extra and no cluster."""
-    blocks = re.findall(r"```bash\n(.*?)```", (CHECKOUT / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in re.findall(r"^creditgraph (?:.*\\\n)*.*$", block, re.MULTILINE)]
     # The first `#` begins a comment, which may name anything.
     return [line for line in lines if not re.search(r"engine=|cluster=|\.py|my_|your_", line.partition("#")[0])]
@@ -140,14 +140,15 @@ def test_a_missing_extra_is_one_sentence(environment, arguments, extra, request,
 def test_the_first_commands_run_with_what_quickstart_installs(default, tmp_path):
     """Those of the README on the run that tools/quickstart makes, shortened, then those of the first-run page."""
     default.creditgraph(tmp_path, "train", "recipe=toy_srpo", "run.name=toy_srpo-s0", *SHORT)
-    readme, first_run = commands_of("README.md"), commands_of("docs/first-run.md")
+    # What follows needs things of the reader's own; its marked examples run in tests/tools/test_docs.py.
+    page = (CHECKOUT / "docs" / "first-run.md").read_text().partition("\n## Your model")[0]
+    readme, first_run = commands_of((CHECKOUT / "README.md").read_text()), commands_of(page)
     assert readme
     assert len(first_run) > 3
     for line in [*readme, *first_run]:
         words = command(line)
         shorter = [text for text in SHORT if text.partition("=")[0] not in line] if words[0] == "train" else []
         default.creditgraph(tmp_path, *words, *shorter, *(["--samples", "8"] if words[0] == "credit" else []))
-    page = (CHECKOUT / "docs" / "first-run.md").read_text()
     for block in re.findall(r"<!-- tested -->\n```python\n(.*?)```", page, re.DOTALL):
         done = default.run(tmp_path, "-c", block)
         assert done.returncode == 0, done.stderr
