@@ -61,7 +61,7 @@ def separate_logprobs(model, prompts, responses, temperature=1.0):
     """Log-probs and entropies of each response token, one sequence at a time; lists of tensors."""
     logprobs, entropies = [], []
     for prompt, response in zip(prompts, responses, strict=True):
-        logits = model(input_ids=torch.tensor([prompt + response])).logits[0].float() / temperature
+        logits = model(input_ids=torch.tensor([prompt + response], device=model.device)).logits[0].float() / temperature
         table = logits.log_softmax(-1)
         places = range(len(prompt) - 1, len(prompt) + len(response) - 1)
         logprobs.append(torch.stack([table[p, t] for p, t in zip(places, response, strict=True)]))

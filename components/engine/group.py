@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.pipeline.core.ranks import use_device
+
 _LOCK = threading.Lock()
 _NUMBERS = count()
 
@@ -67,8 +69,7 @@ class UpdateGroup:
         place = f"tcp://{meeting.address}:{meeting.port}"
         store, rank, size = next(rendezvous(place, rank, meeting.world, timeout=limit))
         store.set_timeout(limit)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # NCCL takes the thread's current device
+        use_device(str(self.device))  # NCCL takes the thread's current device
         with _LOCK:
             prefixed = PrefixStore(meeting.name, store)
             group, _ = _new_process_group_helper(
@@ -85,8 +86,7 @@ class UpdateGroup:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Sends rank 0's tensor to all others, which give one to be filled; returns it when it is there."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        use_device(str(self.device))
         tensor = tensor.to(self.device)
         torch.distributed.broadcast(tensor, src=0, group=self._group)
         if self.device.type == "cuda":

@@ -31,6 +31,7 @@ from creditgraph.pipeline.core.payloads import (
     Weights,
     check_aligned,
 )
+from creditgraph.pipeline.core.ranks import use_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,7 @@ class PolicyLearner(Component):
                     f"node '{self.context.node}': expected a reader of weights version {self.version}, which this "
                     f"learner holds, got one of version {version}, which is gone."
                 )
-            if self.context.device.startswith("cuda"):
-                torch.cuda.set_device(self.context.device)  # the current device is a thread's own
+            use_device(self.context.device)  # the current device is a thread's own
             yield from self.backend.export()
         finally:
             self._reading.release()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from creditgraph.pipeline.core.ranks import Ranks
+from creditgraph.pipeline.core.ranks import Ranks, use_device
 from creditgraph.pipeline.run.distributed.team import DistributedError
 
 _SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
@@ -102,8 +102,7 @@ def connect_gpus(ranks: Ranks, device: str, seconds: float = CONNECT_TIMEOUT) ->
     """The first exchange between GPUs, which makes NCCL's connections; DistributedError when they fail or hang."""
 
     def exchange() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)  # of this thread
+        use_device(device)  # of this thread
         held = torch.ones(1, device=device)
         dist.all_reduce(held)
         if float(held) != ranks.world:

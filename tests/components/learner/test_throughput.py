@@ -73,7 +73,9 @@ def test_rates_by_hand(context, monkeypatch):
     assert throughput(context, SECONDS, 8000.0, (1e15, 0.0), frozen=False) == {"tokens_per_second": 500.0}
 
 
-def test_without_a_gpu_there_are_no_rates(make_learner, make_batch):
+def test_without_a_gpu_there_are_no_rates(make_learner, make_batch, device):
+    if device != "cpu":
+        pytest.skip("this machine has a GPU")
     learner = make_learner(objective=REINFORCE, optimizer=FAST)
     batch = make_batch(rows=4)
     learner.run(trajectories=batch[0], credit=batch[1])

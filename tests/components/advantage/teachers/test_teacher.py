@@ -23,10 +23,10 @@ def fresh(tiny):
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine(device):
     """An engine whose model is its own; that of the run does not exist."""
     started = LocalEngine(LocalEngine.Config(model=resolve_model_path("tiny")))
-    started.setup(Context(node="teacher", model=ModelSpec(path="/nowhere")))
+    started.setup(Context(node="teacher", device=device, model=ModelSpec(path="/nowhere")))
     yield started
     started.close()
 

@@ -93,7 +93,7 @@ def test_attribution_by_finite_differences(start, kind):
     result = policy.attribute(context, tokens)
     model = model.double()
     for i in range(2):
-        row, target = context.row(i).long(), tokens.row(i).long()
+        row, target = (x.row(i).long().to(model.device) for x in (context, tokens))
         embedded = model.get_input_embeddings()(torch.cat([row, target])[None]).detach()
 
         def logprob(scale, place, embedded=embedded, row=row, target=target):

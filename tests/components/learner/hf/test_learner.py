@@ -23,8 +23,10 @@ def at_own_logprobs(learner, batch, temperature=1.0):
     from creditgraph.components.learner.packing.pack import pack
 
     trajectories, credit = batch
-    packed = pack(trajectories.prompt_tokens, trajectories.response_tokens, torch.arange(len(trajectories)))
-    result = learner.model.logprobs(packed, temperature)[0]
+    device = learner.context.device
+    prompts, responses = (x.to(device) for x in (trajectories.prompt_tokens, trajectories.response_tokens))
+    packed = pack(prompts, responses, torch.arange(len(trajectories), device=device))
+    result = learner.model.logprobs(packed, temperature)[0].to("cpu")
     return trajectories.replace(
         engine_logprobs=result.with_values(result.values.detach()), temperature=temperature
     ), credit
@@ -65,7 +67,7 @@ def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, re
     assert out.report.metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     moments = learner.state_dict()["optimizer"]["moments"]
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(moments[name]["exp_avg"] / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(moments[name]["exp_avg"].cpu() / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 P_TRACE = {"clip": "current"}

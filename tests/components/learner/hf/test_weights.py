@@ -40,9 +40,11 @@ def test_published_weights_load_into_a_fresh_model(make_learner, make_batch, tie
     loaded = model.load_state_dict(tensors, strict=False)
     assert loaded.unexpected_keys == []
     assert loaded.missing_keys == (["lm_head.weight"] if tied else [])
-    ids = torch.arange(10)[None]
+    ids = torch.arange(10, device=learner.context.device)[None]
     learner.model.causal_lm.set_attn_implementation("sdpa")
-    torch.testing.assert_close(model(input_ids=ids).logits, learner.model.causal_lm(input_ids=ids).logits)
+    torch.testing.assert_close(
+        model.to(ids.device)(input_ids=ids).logits, learner.model.causal_lm(input_ids=ids).logits
+    )
 
 
 def test_published_weights_are_a_snapshot(make_learner, make_batch):
@@ -55,7 +57,9 @@ def test_published_weights_are_a_snapshot(make_learner, make_batch):
 
 @pytest.mark.parametrize("lora", [Lora(), Lora(rank=2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_is_bit_exact(make_learner, make_batch, lora, dtype):
+def test_resume_is_bit_exact(make_learner, make_batch, device, lora, dtype):
+    if (device, dtype) == ("cuda", "bfloat16"):
+        pytest.skip("flash attention's gradients do not repeat their own bits on a GPU")
     more = {
         "lora": lora,
         "dtype": dtype,

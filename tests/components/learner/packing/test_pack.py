@@ -40,8 +40,9 @@ def test_packed_gradient_equals_separate(model, reference, device):
     expected = torch.autograd.grad(loss, list(model.parameters()))
     learner = LearnerModel(model, slow_attention=True)
     actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
-    for a, b in zip(torch.autograd.grad(actual.values.square().sum(), list(model.parameters())), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    gradient = torch.autograd.grad(actual.values.square().sum(), list(model.parameters()))
+    scale = max(float(x.abs().max()) for x in expected)
+    assert max(float((x - y).abs().max()) for x, y in zip(gradient, expected, strict=True)) < 1e-5 * scale
 
 
 def test_sliding_window_equals_separate(reference, device):
