@@ -134,7 +134,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     from creditgraph.components.learner.hf import model
 
     with pytest.MonkeyPatch.context() as patch:
-        # Most tests compare in float32, for which a GPU has no flash kernels; that a learner refuses it is tested apart.
+        # Most tests compare in float32, for which a GPU has no flash kernels; the refusal has a test of its own.
         patch.setattr(model, "check_fast", lambda reason, slow_attention: None)
         yield name
 
