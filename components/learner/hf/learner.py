@@ -78,7 +78,7 @@ class HFLearner(HFNode, PolicyLearner):
         )
         rows, width = model.get_output_embeddings().weight.shape
         self.model.head_plan = plan_head(
-            self.config.compute, (rows, width), model.dtype, torch.device(context.device), context.all_sum
+            self.config.compute, (rows, width), self.model.dtype, torch.device(context.device), context.all_sum
         )
         self.optimizer = Optimizer(
             self.model.trainable(),

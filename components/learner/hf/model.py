@@ -17,7 +17,7 @@ from creditgraph.components.learner.hf.sharding import ADAPTED, Entry, Sharding,
 from creditgraph.components.learner.logprobs import Head, token_logprobs
 from creditgraph.components.learner.lora import ALL_LINEAR, Lora, initial_a
 from creditgraph.components.learner.packing.attention import register
-from creditgraph.components.learner.packing.flash import check_fast, obstacle
+from creditgraph.components.learner.packing.flash import check_fast, keeping, obstacle
 from creditgraph.components.learner.packing.pack import PackedBatch, pack
 from creditgraph.components.models.experts import unstack
 from creditgraph.pipeline.core.errors import ConfigError, extra
@@ -83,6 +83,11 @@ class LearnerModel:
             _checkpoint(model)
         for whole in (model, reference) if compiled else ():
             _compile(whole)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._entry.dtype
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Name → trained parameter; a tied weight appears once."""
@@ -231,7 +236,7 @@ def _packs(entry: Entry, slow_attention: bool = False) -> bool:
     reason = _unpackable(entry)
     if device.type == "cuda":
         slow = f"{type(model).__name__} does not take packed sequences ({reason})" if reason else ""
-        check_fast(slow or _slow_reason(model, device), slow_attention)
+        check_fast(slow or _slow_reason(entry, device), slow_attention)
     if reason:
         log.warning(
             "%s does not take packed sequences (%s); rows go through it one by one", type(model).__name__, reason
@@ -269,13 +274,13 @@ def _unpackable(entry: Entry) -> str:
     return reason
 
 
-def _slow_reason(model: Any, device: torch.device) -> str:
+def _slow_reason(entry: Entry, device: torch.device) -> str:
     if device.type != "cuda":
         return ""
-    config = model.config.get_text_config()
+    config = entry.model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windows = {getattr(module, "sliding_window", None) for module in model.modules()}
-    reasons = (obstacle(device, model.dtype, head_dim, window) for window in windows)
+    windows = {getattr(module, "sliding_window", None) for module in entry.model.modules()}
+    reasons = (obstacle(device, entry.dtype, head_dim, window) for window in windows)
     return next(filter(None, reasons), "")
 
 
@@ -345,4 +350,4 @@ def _checkpoint(model: Any) -> None:
             module.attention_dropout = 0.0
     # Checkpointing acts in training mode only; dropout, the other thing the mode switches, was just set to 0.
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": keeping})

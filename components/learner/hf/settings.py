@@ -13,8 +13,8 @@ class HFStepSettings(StepSettings):
     """How a transformers model is trained, whatever its loss."""
 
     recompute: Recompute = "none"
-    """activations recomputed in the backward pass: none; full, all but the layers' inputs: least memory, about a third
-    more time"""
+    """activations recomputed in the backward pass: none; full, all but the layers' inputs and, on a GPU, the outputs of
+    attention: least memory, about a third more time"""
     fsdp_size: int = 0
     """ranks that hold one copy of parameters, gradients and optimiser state together (FSDP2); must divide the run's. 1:
     each rank has all of them; fewer than all ranks: several sharded copies. 0 chooses: on GPUs the fewest ranks with

@@ -25,11 +25,17 @@ ADAPTED = ".base_layer."  # in the names of weights that peft has wrapped
 
 
 class Entry(nn.Module):
-    """Calls functions of a model. The hooks of FSDP act on calls of a module, and ours are of several functions."""
+    """Calls functions of a model. The hooks of FSDP act on calls of a module, and ours are of several functions.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: a transformers causal LM.
+        dtype: what it computes in; None: its own dtype. A sharded model's own is that of its master weights.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
+        self.dtype: torch.dtype = dtype or model.dtype
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(model, *args)`."""
@@ -74,7 +80,7 @@ class Sharding:
         blocks = set(getattr(model, "_no_split_modules", None) or ())
         for module in [m for m in model.modules() if type(m).__name__ in blocks]:
             fully_shard(module, **options)
-        entry = Entry(model)
+        entry = Entry(model, dtype)
         embedding = model.get_input_embeddings()
         if embedding.weight is not model.get_output_embeddings().weight:
             fully_shard(embedding, **options)

@@ -1,16 +1,22 @@
 """torch's flash attention over packed rows, with the signatures of torch 2.10 and later, and when it can be had."""
 
 import inspect
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from creditgraph.pipeline.core.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256
+_LAYER = threading.local()  # the backward pass computes layers again in threads of its own
 
 
 def varlen(
@@ -50,9 +56,47 @@ def varlen(
         more["is_causal"] = True
         if scaling is not None:
             q = q * (scaling * q.shape[2] ** 0.5)
-    out = varlen_attn(q, k, v, *offsets, *longest, **more)
+    with getattr(_LAYER, "kept", None) or nullcontext():
+        out = varlen_attn(q, k, v, *offsets, *longest, **more)
     assert isinstance(out, Tensor)
     return out
+
+
+def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts in which a layer is computed, and computed again, for `torch.utils.checkpoint`'s `context_fn`.
+
+    Results of flash attention are kept and given a second time: beside long rows they are small and take long.
+    """
+    results: deque[Any] = deque()
+    return _layer(_Kept(results, again=False)), _layer(_Kept(results, again=True))
+
+
+class _Kept(TorchDispatchMode):
+    """Around one call of attention, so that no other operation goes through Python."""
+
+    def __init__(self, results: deque[Any], again: bool) -> None:
+        super().__init__()
+        self.results = results
+        self.again = again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.torch_attn._varlen_attn.default:
+            return func(*args, **(kwargs or {}))
+        if self.again and self.results:
+            return self.results.popleft()
+        result = func(*args, **(kwargs or {}))
+        if not self.again:
+            self.results.append(result)
+        return result
+
+
+@contextmanager
+def _layer(kept: _Kept) -> Iterator[None]:
+    outer, _LAYER.kept = getattr(_LAYER, "kept", None), kept
+    try:
+        yield
+    finally:
+        _LAYER.kept = outer
 
 
 @cache

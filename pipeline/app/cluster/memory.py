@@ -301,11 +301,12 @@ def _work_bytes(shape: Shape, layout: Layout, work: Work, training: Training) ->
     layers = waiting * shape.layers / layout.pipeline
     layer = _layer_bytes(shape, training) * pack / layout.tensor
     copies = 4.0 * shape.kv_heads * shape.head_dim * work.paths * work.pack / layout.tensor if work.paths > 1 else 0.0
-    # Recomputed: the input of every layer is kept, and one layer's tensors at a time.
+    # Recomputed: the input of every layer is kept, by learner.hf also its attention's output, and one layer's tensors.
     full = layout.recompute == "full"
+    width = shape.hidden + (shape.heads * shape.head_dim if training.kind == "hf" else 0)
     predicted = min(CHUNK_ELEMENTS["cuda"], pack * shape.vocab / layout.tensor)
     return {
-        "activations": layers * 2.0 * shape.hidden * pack / layout.tensor + layer if full else layers * layer,
+        "activations": layers * 2.0 * width * pack / layout.tensor + layer if full else layers * layer,
         "prefix K/V": copies * (1 if full else layers),
         "head": 4 * HEAD_COPIES * predicted,
         "batch": BATCH_BYTES * work.tokens / layout.data / work.parts,

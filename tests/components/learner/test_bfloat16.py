@@ -12,13 +12,15 @@ from creditgraph.pipeline.core.jagged import Jagged
 
 @pytest.fixture
 def models(model_folder, device):
-    """The same weights in float32 and rounded to bfloat16, as learner models."""
+    """The same weights in float32, rounded to bfloat16, and so with activations recomputed, as learner models."""
     from transformers import AutoModelForCausalLM
 
     narrow = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.bfloat16)
     wide = AutoModelForCausalLM.from_pretrained(model_folder())
     wide.load_state_dict({name: t.float() for name, t in narrow.state_dict().items()})
-    return tuple(LearnerModel(m.to(device).eval()) for m in (wide, narrow))
+    again = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.bfloat16)
+    plain = [LearnerModel(m.to(device).eval()) for m in (wide, narrow)]
+    return (*plain, LearnerModel(again.to(device).eval(), recompute="full"))
 
 
 def rows(device):
@@ -37,7 +39,7 @@ def gradients(model, batch):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_logprobs_and_gradients_are_those_of_float32(models, device, share):
-    wide, narrow = models
+    wide, narrow, again = models
     assert wide.packs
     assert narrow.packs
     batch = pack(*rows(device), torch.arange(4, device=device), share=share)
@@ -48,6 +50,9 @@ def test_logprobs_and_gradients_are_those_of_float32(models, device, share):
     # Log-probs are 3 to 6 nats; bfloat16 has 8 bits.
     assert float((actual - expected).abs().mean()) < 0.02
     assert float((gradient - true_gradient).norm() / true_gradient.norm()) < 0.03
+    recomputed, same_gradient = gradients(again, batch)
+    assert torch.equal(recomputed, actual)
+    assert float((same_gradient - gradient).norm() / gradient.norm()) < (0.01 if device == "cuda" else 1e-6)
 
 
 def test_a_step_is_that_of_float32(make_learner, make_batch):

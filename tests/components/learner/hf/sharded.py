@@ -68,6 +68,12 @@ def learner_of(folder: str, settings: dict[str, Any], dtype: str = "float32") ->
     return learner
 
 
+def computes_in(folder: str, size: int, dtype: str) -> tuple[str, str]:
+    """The dtype that a sharded learner computes in, and that of its shards."""
+    learner = learner_of(folder, {"fsdp_size": size}, dtype)
+    return str(learner.model.dtype), str(next(iter(learner.model.trainable().values())).dtype)
+
+
 def moments(learner: HFLearner) -> dict[str, torch.Tensor]:
     """Whole first moments by parameter; after one step they are the clipped gradients times 1 − β₁."""
     held = learner.optimizer.tensors()

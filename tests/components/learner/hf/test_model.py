@@ -63,7 +63,7 @@ class OnGPU:
 
 
 def entry(**shape):
-    return SimpleNamespace(model=OnGPU(**shape))
+    return SimpleNamespace(model=OnGPU(**shape), dtype=OnGPU.dtype)
 
 
 def test_on_a_gpu_no_rows_go_one_by_one_unless_accepted(monkeypatch, caplog):

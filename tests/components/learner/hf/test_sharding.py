@@ -56,6 +56,8 @@ def test_bfloat16_layers_compute_with_float32_shards(sharded, pools, odd_model):
             for tensor, other in zip(rank[name]["weights"].values(), expected["weights"].values(), strict=True):
                 # One step of bfloat16 in the largest weights.
                 torch.testing.assert_close(tensor, other, rtol=2**-7, atol=2e-3)
+    # What decides about kernels and the head's chunks is what layers compute in, not what the shards are kept in.
+    assert pools(2).run(sharded.computes_in, folder, 2, "bfloat16") == [("torch.bfloat16", "torch.float32")] * 2
 
 
 @pytest.mark.parametrize("lora", [0, 3])

@@ -99,3 +99,61 @@ def test_a_slow_path_is_an_error_that_names_the_setting():
     flash.check_fast("the model's dtype is float32", slow_attention=True)
     with pytest.raises(ConfigError, match=r"the model's dtype is float32\. .* learner\.compute\.slow_attention=true"):
         flash.check_fast("the model's dtype is float32", slow_attention=False)
+
+
+@pytest.fixture
+def kernels():
+    """torch's operations of flash attention on this CPU, by loops over rows; → how often the forward one was called."""
+    from torch.nn.attention import varlen
+
+    calls = []
+
+    def scores(q, k, begin, scale):
+        for i in range(len(begin) - 1):
+            own = slice(int(begin[i]), int(begin[i + 1]))
+            a, b = q[own].transpose(0, 1), k[own].transpose(0, 1)
+            ahead = torch.ones(a.shape[1], a.shape[1], dtype=torch.bool).triu(1)
+            yield own, (a @ b.mT * scale).masked_fill(ahead, -torch.inf).softmax(-1), a, b
+
+    def forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, *more, **others):
+        calls.append(max_q)
+        out = [(p @ value[own].transpose(0, 1)).transpose(0, 1) for own, p, *_ in scores(query, key, cu_seq_q, scale)]
+        return torch.cat(out), torch.zeros(1), torch.zeros(1)
+
+    def backward(grad, q, k, v, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng, scale=None, window=None):
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for own, p, a, b in scores(q, k, cu_seq_q, scale):
+            g = grad[own].transpose(0, 1)
+            dp = g @ v[own].transpose(0, 1).mT
+            ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+            dq[own], dk[own], dv[own] = ((x).transpose(0, 1) for x in (ds @ b, ds.mT @ a, p.mT @ g))
+        return dq, dk, dv
+
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    return calls
+
+
+def test_a_recomputed_layer_computes_its_attention_once(kernels, monkeypatch):
+    import transformers
+
+    from creditgraph.components.learner.hf.model import LearnerModel
+    from creditgraph.components.learner.packing.pack import pack
+
+    monkeypatch.setattr(attention, "_padded", attention._flash)
+    config = transformers.Qwen2Config(
+        vocab_size=42, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, initializer_range=0.2,
+    )  # fmt: skip
+    found = {}
+    for recompute in ("none", "full"):
+        torch.manual_seed(0)
+        model = LearnerModel(transformers.Qwen2ForCausalLM(config), recompute=recompute)
+        batch = pack(Jagged.from_rows([[1, 2], [3]]), Jagged.from_rows([[4, 5, 6], [7, 8]]), torch.arange(2))
+        kernels.clear()
+        logprobs, _ = model.logprobs(batch, 1.0)
+        assert len(kernels) == 3
+        logprobs.values.square().sum().backward()
+        assert len(kernels) == 3
+        found[recompute] = [p.grad for p in model.trainable().values()]
+    assert all(torch.equal(a, b) for a, b in zip(found["none"], found["full"], strict=True))
