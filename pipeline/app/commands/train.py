@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import signal
@@ -86,10 +87,10 @@ def main(options: argparse.Namespace) -> int:
     allow_files(experiment.graph, ranks.world)
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
-        return train(experiment)
+        return _ended(train(experiment))
     from creditgraph.pipeline.run.distributed.processes import run_together
 
-    return run_together(meeting, ranks, device, lambda team: train(experiment, team))
+    return run_together(meeting, ranks, device, lambda team: _ended(train(experiment, team)))
 
 
 def _set_environment(experiment: Experiment) -> None:
@@ -276,6 +277,15 @@ def _not_begun(number: int, frame: FrameType | None) -> None:
         flush=True,
     )
     os._exit(75)  # as a run that was stopped and saved: the job script puts it back into the queue
+
+
+def _ended(code: int) -> int:
+    # Schedulers and job scripts send a signal more than once. A second one must not end a process that has saved with
+    # another exit code, nor while Python ends, which resets its own handlers; processes started meanwhile inherit none.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+    return code
 
 
 def follow(experiment: Experiment, team: Team) -> int:

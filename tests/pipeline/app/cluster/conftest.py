@@ -40,11 +40,13 @@ def slurm(daemons, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TOYS), os.environ.get("PYTHONPATH", "")])))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield daemons
-    # A test that failed between a crash and a boot must not fail those after it.
+    # A test that failed must not fail those after it: neither by its jobs, nor by a node between a crash and a boot.
+    if daemons.call("squeue", "-h"):
+        daemons.call("scancel", "--user=root")
     states = [line.split() for line in daemons.call("sinfo", "-hN", "-n", "node[1-3]", "-o", "%N %t").splitlines()]
     for node in {node for node, state in states if "down" in state}:
-        daemons.call("scancel", "--user=root")
         daemons.node("boot", node)
+    daemons.wait("the end of all jobs", lambda: not daemons.call("squeue", "-h"))
 
 
 @pytest.fixture
