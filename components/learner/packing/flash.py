@@ -71,11 +71,11 @@ def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None
     return _layer(_Kept(results, again=False)), _layer(_Kept(results, again=True))
 
 
-class _Kept(TorchDispatchMode):
+class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Around one call of attention, so that no other operation goes through Python."""
 
     def __init__(self, results: deque[Any], again: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.results = results
         self.again = again
 

@@ -299,7 +299,8 @@ def test_compiled_norms_and_products_change_nothing(make_learner, make_batch):
         assert {"Qwen2RMSNorm", "Qwen2MLP"} == set(kinds)
         for rows in (8, 5):
             outs = [run(learner, make_batch(rows)) for learner in (plain, compiled)]
-            assert distance(*(out.weights.tensors for out in outs)) < 1e-5
+            # A step is 1e-2; where a gradient is almost nothing, rounding moves it.
+            assert distance(*(out.weights.tensors for out in outs)) < 1e-4
             assert outs[1].report.metrics["kl_reference"] == pytest.approx(
                 outs[0].report.metrics["kl_reference"], abs=1e-5
             )
