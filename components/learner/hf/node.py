@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from creditgraph.components.learner.hf.settings import HFSettings, choose_fsdp_size
 from creditgraph.components.learner.hf.sharding import Sharding, check_size
@@ -107,6 +103,8 @@ def chosen_size(context: Context, model: Any, settings: HFSettings) -> int:
 
 def save_shards(folder: Path, optimizer: Optimizer) -> None:
     """Writes this rank's part of weights and optimiser state; all ranks call it."""
+    from torch.distributed.checkpoint.state_dict_saver import save  # takes a second, as those below
+
     with _quiet():
         save(optimizer.tensors(), checkpoint_id=str(folder))
 
@@ -116,6 +114,10 @@ def load_shards(folder: Path, optimizer: Optimizer) -> None:
 
     Raises RunError for one of another model, of another learner, or cut short.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     tensors = optimizer.tensors()
     try:
         saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata

@@ -5,21 +5,23 @@ layer computes, its ranks gather it; afterwards they free it. So all ranks must 
 each of them has.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from creditgraph.components.learner.dtensors import rows, shard_of
+from creditgraph.components.learner.dtensors import is_sharded, is_unit, rows, shard_of
 from creditgraph.components.learner.hf.files import sources
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 ADAPTED = ".base_layer."  # in the names of weights that peft has wrapped
 
@@ -46,7 +48,7 @@ class Entry(nn.Module):
         result = self(function, *args)
         # Without a backward pass, which would do it, the last parameters stay gathered, and the next step leaves them
         # behind.
-        if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
+        if is_unit(self) and not torch.is_grad_enabled():
             self.reshard()
         return result
 
@@ -61,6 +63,8 @@ class Sharding:
     """
 
     def __init__(self, ranks: Ranks, device: str, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
         check_size(size, ranks.world)
         self.size = size
         self.device = torch.device(device)
@@ -75,6 +79,8 @@ class Sharding:
             path: folder of the weights.
             dtype: what trained float32 parameters are rounded to before they compute; None: they compute as they are.
         """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
         blocks = set(getattr(model, "_no_split_modules", None) or ())
@@ -87,7 +93,7 @@ class Sharding:
         # The head is the last to compute and the first in the backward pass, so it stays gathered between them.
         fully_shard(entry, reshard_after_forward=False, **options)
         for unit in entry.modules():
-            if isinstance(unit, FSDPModule):
+            if is_unit(unit):
                 # Denominators are global, so gradients are summed, not averaged.
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -103,7 +109,7 @@ class Sharding:
     @torch.no_grad()
     def _read(self, model: Any, path: str) -> None:
         empty = {n: t for n, t in model.named_parameters() if t.is_meta}
-        buffers = {n: t for n, t in model.state_dict().items() if not isinstance(t, DTensor)}
+        buffers = {n: t for n, t in model.state_dict().items() if not is_sharded(t)}
         names = {n.replace(ADAPTED, "."): n for n in (*empty, *buffers)}
         state = {}
         for name, read in sources(model, path, names).items():
@@ -171,8 +177,8 @@ def gathered(unit: FSDPModule | None) -> Iterator[None]:
 def unit_of(entry: Entry, name: str) -> FSDPModule | None:
     """The innermost sharded unit that holds the tensor of that name in the model; None when nothing is sharded."""
     module: Any = entry.model
-    found: FSDPModule | None = entry if isinstance(entry, FSDPModule) else None
+    found: FSDPModule | None = entry if is_unit(entry) else None
     for part in name.split(".")[:-1]:
         module = getattr(module, part)
-        found = module if isinstance(module, FSDPModule) else found
+        found = module if is_unit(module) else found
     return found
