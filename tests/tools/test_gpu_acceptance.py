@@ -18,6 +18,8 @@ from acceptance.page import page
 from acceptance.runner import STAGES, Results, Stage, done, run_stage
 from safetensors.torch import load_file
 
+from creditgraph.pipeline.run.timeline.memory import peak_memory
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -229,6 +231,20 @@ def test_failed_tests_of_the_suite_are_named_and_missing_packages_are_not_failur
     assert notes[0] == "failed: a::three: assert 1 == 2"
     assert "rapidfuzz" in notes[1]
     assert [value["holds"] for kind, value in run.lines if kind == "checks"] == [False, True]
+
+
+def test_a_peak_holds_those_of_the_phases_that_a_learner_measures_within_it(monkeypatch):
+    most = [0]
+    for name in ("empty_cache", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: most[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: most.__setitem__(0, 0))
+    with Run("cuda", small=True, scratch=Path()).peak() as found:
+        for taken in (3e9, 1e9):
+            with peak_memory("cuda"):
+                most[0] = taken
+    assert found["gb"] == 3
 
 
 def test_the_digest_of_the_sources_changes_with_a_file(tmp_path, monkeypatch):

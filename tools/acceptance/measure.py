@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.pipeline.run.timeline.memory import peak_memory
+
 
 @dataclass
 class Run:
@@ -77,13 +79,12 @@ class Run:
         """Most bytes on the device within the block, and above what was there before; None on a CPU."""
         found: dict[str, float | None] = {"gb": None, "added_gb": None}
         self.free()
+        before = torch.cuda.memory_allocated() / 1e9 if self.device == "cuda" else 0.0
+        # Learners measure their phases, which begins torch's count again: this one has all of it.
+        with peak_memory(self.device) as most:
+            yield found
         if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        yield found
-        if self.device == "cuda":
-            most = torch.cuda.max_memory_allocated()
-            found.update(gb=most / 1e9, added_gb=(most - before) / 1e9)
+            found.update(gb=most.allocated, added_gb=most.allocated - before)
 
     def free(self) -> None:
         """Gives back what no tensor holds."""

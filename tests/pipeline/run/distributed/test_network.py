@@ -94,7 +94,7 @@ def test_the_first_exchange_is_on_the_gpu_of_this_rank(monkeypatch):
     monkeypatch.setattr(torch, "ones", lambda size, device: used.append(device) or torch.zeros(1))
     monkeypatch.setattr(dist, "all_reduce", lambda held: held.add_(2))
     network.connect_gpus(RANKS, "cuda:1")
-    assert used == ["cuda:1", "cuda:1"]
+    assert used == [torch.device("cuda:1"), "cuda:1"]
 
 
 def _meet(rank, port, interface):
