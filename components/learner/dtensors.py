@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
-    imported = sys.modules.get("torch.distributed.tensor")
-    return imported is not None and isinstance(tensor, imported.DTensor)
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def is_unit(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Whether `fully_shard` has made a module a unit, whose parameters are gathered together."""
-    imported = sys.modules.get("torch.distributed.fsdp")
-    return imported is not None and isinstance(module, imported.FSDPModule)
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
 def rows(shard: DTensor) -> tuple[int, int]:

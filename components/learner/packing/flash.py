@@ -86,7 +86,8 @@ class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.results.popleft()
         result = func(*args, **(kwargs or {}))
         if not self.again:
-            self.results.append(result)
+            # Autograd gives the tensors themselves a graph, which would hold what holds these.
+            self.results.append(tuple(x.detach() for x in result))
         return result
 
 
