@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import toy_graph as toy
 
 from creditgraph.pipeline.core.errors import ConfigError
-from creditgraph.pipeline.core.ranks import Ranks, same_device
+from creditgraph.pipeline.core.ranks import Ranks, same_device, use_device
 from creditgraph.pipeline.run.distributed.processes import _check_own_gpus
 from creditgraph.pipeline.run.distributed.team import DistributedError, Team
 from creditgraph.pipeline.run.executor import Executor, RunSettings
@@ -127,3 +128,11 @@ def test_two_ranks_on_one_gpu_are_named(monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", gathers(["GPU-a", "GPU-a"]))
     with pytest.raises(DistributedError, match=r"rank 1: its GPU \(cuda:0, GPU-a\) is rank 0's too"):
         _check_own_gpus(Ranks(rank=1, world=2), "cuda:0", None)
+
+
+def test_a_gpu_is_made_current_in_one_place():
+    """torch refuses "cuda" without a number there, which is the device of a run of one process."""
+    root = Path(__file__).parents[3]
+    files = [f for folder in ("pipeline", "components") for f in (root / folder).rglob("*.py")]
+    assert [f.name for f in files if "cuda.set_device(" in f.read_text()] == ["ranks.py"]
+    use_device("cuda")

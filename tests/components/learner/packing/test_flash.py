@@ -126,7 +126,7 @@ def kernels():
             g = grad[own].transpose(0, 1)
             dp = g @ v[own].transpose(0, 1).mT
             ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
-            dq[own], dk[own], dv[own] = ((x).transpose(0, 1) for x in (ds @ b, ds.mT @ a, p.mT @ g))
+            dq[own], dk[own], dv[own] = (x.transpose(0, 1) for x in (ds @ b, ds.mT @ a, p.mT @ g))
         return dq, dk, dv
 
     varlen._varlen_attn.register_kernel("cpu")(forward)
