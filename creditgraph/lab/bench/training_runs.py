@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ class Plan:
         overrides: settings for every run, as on the command line.
         config_dirs: further folders with recipes.
         metric: what the curves take for accuracy.
+        known: names of runs that another machine has finished.
     """
 
     budget: float
@@ -42,6 +43,7 @@ class Plan:
     overrides: tuple[str, ...] = ()
     config_dirs: tuple[str | Path, ...] = ()
     metric: str = ACCURACY
+    known: Collection[str] = ()
 
     def name(self, method: Method, seed: int) -> str:
         """Name of a run and its directory."""
@@ -164,6 +166,7 @@ def train_all(
             plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds)
             for seed in seeds
             for method in methods
+            if plan.name(method, seed) not in plan.known
         }
         try:
             for name, future in running.items():

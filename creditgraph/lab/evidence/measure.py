@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ class Lab:
         folder: holds a folder per cell with its runs.
         train: trains; `trainer` makes the usual one.
         config_dirs: folders with further recipes.
+        kept: cell → what `progress` returned, perhaps on another machine: runs of its sweep are not trained again.
     """
 
     declaration: Declaration
     folder: Path
     train: Train
     config_dirs: tuple[Path, ...] = ()
+    kept: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def cell(self, name: str) -> Cell:
         """A declared cell."""
@@ -65,7 +67,14 @@ class Lab:
             overrides=self.settings(name, sweep),
             metric=metric,
             config_dirs=self.config_dirs,
+            known=self.known(name) if sweep else {},
         )
+
+    def known(self, name: str) -> dict[str, float]:
+        """Kept runs of the cell's sweep, in the form in which it is declared, with their accuracies."""
+        entry = self.kept.get(name, {})
+        runs = entry["finished"] if entry.get("digest") == self.declaration.digest(name) else {}
+        return {run.removeprefix("sweep/"): value for run, value in runs.items() if run.startswith("sweep/")}
 
     def settings(self, name: str, sweep: bool) -> tuple[str, ...]:
         """The settings of a cell's runs, with the folder of the model that its family has of its own."""
@@ -113,20 +122,25 @@ class Lab:
             row["tried"] = {point.text: _rounded(values) for point, values in sorted(tried.get(method, {}).items())}
         failed = {run: why.replace(f"{self.folder}/", "") for run, why in failed.items()}
         head = {"digest": self.declaration.digest(name), "commit": commit(), "sweep": cell.sweep()}
+        if self.known(name):
+            head["sweep_commit"] = self.kept[name]["commit"]
         head["claims"] = committed_claims(name)
         warned = {n: said for n, method in frozen.items() if (said := plan.warning(method, range(cell.seeds)))}
         return {**head, **entry, "failed": failed, **({"warned": warned} if warned else {})}
 
     def progress(self, name: str) -> dict[str, Any]:
         """Runs of the sweep and fresh runs that are finished, with their accuracies: raw data, and no comparison."""
-        cell, done = self.cell(name), {}
+        cell = self.cell(name)
+        done = {f"sweep/{run}": value for run, value in self.known(name).items()}
+        commits = [self.kept[name]["commit"]] if done else []
         for sweep, folder in ((True, "sweep"), (False, "runs")):
             plan = self.plan(name, sweep)
             for file in sorted(plan.folder.glob("*/metrics.jsonl")):
                 curve = plan.read(file)
                 if plan.is_finished(curve):
                     done[f"{folder}/{file.parent.name}"] = _rounded([selected(curve, cell)])[0]
-        return {"digest": self.declaration.digest(name), "commit": commit(), "finished": done}
+        commits += [now] if (now := commit()) not in commits else []
+        return {"digest": self.declaration.digest(name), "commit": ", ".join(commits), "finished": done}
 
     def _sweep(self, name: str) -> tuple[dict[str, dict[Point, list[float]]], dict[str, str]]:
         """Validation accuracy by sweep seed of method → point → accuracies, and the runs that failed.
@@ -134,7 +148,7 @@ class Lab:
         When the best rate of a method is at an edge, all methods get the next one: none is tried at rates of its own.
         """
         cell = self.cell(name)
-        plan = self.plan(name, sweep=True)
+        plan, known = self.plan(name, sweep=True), self.known(name)
         swept = [m for m, entry in cell.methods.items() if not entry.rate]
         tried: dict[str, dict[Point, list[float]]] = {method: {} for method in swept}
         failed: dict[str, str] = {}
@@ -144,8 +158,9 @@ class Lab:
             methods = [rated(m, cell, point, plan.overrides) for m, point in chosen]
             failed |= self.train(plan, methods, cell.sweep_seeds)
             for (m, point), method in zip(chosen, methods, strict=True):
-                curves = [plan.curve(method, seed) for seed in cell.sweep_seeds]
-                tried[m][point] = [selected(c, cell) if plan.is_finished(c) else 0.0 for c in curves]
+                curves = {plan.name(method, seed): plan.curve(method, seed) for seed in cell.sweep_seeds}
+                new = {run: selected(c, cell) for run, c in curves.items() if plan.is_finished(c)}
+                tried[m][point] = [(known | new).get(run, 0.0) for run in curves]
             beyond = {widened(means(by_point), cell.factor) for by_point in tried.values()}
             rates = sorted(rate for rate in beyond if rate is not None)
             if not rates:
@@ -185,7 +200,8 @@ def seconds_left(lab: Lab, names: Sequence[str]) -> dict[str, float]:
         for method, entry in cell.methods.items():
             points = [] if entry.rate else cell.points(cell.rates)
             names_ = [rated(method, cell, point, sweep.overrides) for point in points]
-            open_ = sum(not sweep.is_finished(sweep.curve(m, s)) for m in names_ for s in cell.sweep_seeds)
+            runs = [(m, s) for m in names_ for s in cell.sweep_seeds if sweep.name(m, s) not in sweep.known]
+            open_ = sum(not sweep.is_finished(sweep.curve(*run)) for run in runs)
             # Which rate is frozen may not be known yet: fresh runs of any rate count.
             done = [fresh.is_finished(c) for c in fresh.curves_of(f"{stem(method, entry, fresh.overrides)}*-s*")]
             total += (open_ + max(cell.seeds - sum(done), 0)) * (entry.seconds or cell.seconds)

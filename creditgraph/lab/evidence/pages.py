@@ -274,7 +274,8 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
     failed = "".join(f"\n\nFailed: `{run}` ({why})." for run, why in measured["failed"].items())
     earlier = results.earlier(name)
     rule = f" Rates were chosen by an earlier rule: {', '.join(earlier)}." if earlier else ""
-    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{rule}{failed}{warnings(measured)}"
+    sweep = f" (the sweep: {measured['sweep_commit']})" if "sweep_commit" in measured else ""
+    return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}{sweep}.{rule}{failed}{warnings(measured)}"
 
 
 def _point(row: dict[str, Any]) -> str:

@@ -328,8 +328,9 @@ def test_commands_are_what_a_user_would_type(tmp_path):
 
 def test_failures_of_all_runs_are_collected(tmp_path):
     missing = Method("broken", "no_such_recipe")
+    plan = Plan(budget=10, folder=tmp_path, known=["broken-s1"])  # which is not started
     with Warm() as warm:
-        failed = train_all(Plan(budget=10, folder=tmp_path), [missing], [0], 1, warm.run, lambda text: None)
+        failed = train_all(plan, [missing], [0, 1], 1, warm.run, lambda text: None)
     assert list(failed) == ["broken-s0"]
     assert "no recipe named 'no_such_recipe'" in (tmp_path / "logs" / "broken-s0.log").read_text()
 

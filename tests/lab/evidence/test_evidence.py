@@ -83,7 +83,7 @@ class Runs:
             assert ("data.eval.split=validation" in plan.overrides) == (min(seeds) >= 100)
             for seed in seeds:
                 run = plan.name(method, seed)
-                if plan.is_finished(plan.curve(method, seed)):
+                if run in plan.known or plan.is_finished(plan.curve(method, seed)):
                     continue
                 if any(broken in f"{plan.folder.name}/{plain(run)}" for broken in self.broken):
                     failed[plain(run)] = f"exit code 1, see {plan.folder}/logs"
@@ -327,6 +327,25 @@ def test_raw_data_of_a_cell_in_progress(tmp_path):
     text = progress_block(Results(declaration, {}), file)
     assert "[small](#small): in progress, no verdict. 20 runs of the sweep and 6 fresh runs" in text
     assert progress_block(Results(declared(tokens=900), {}), file) == "Nothing."
+
+
+def test_another_machine_goes_on_with_a_sweep(tmp_path):
+    declaration, cells = measured(tmp_path / "whole")
+    here = Lab(declaration=declaration, folder=tmp_path / "here", train=Runs(broken=("same-",)))
+    here.measure("small")
+    kept = here.progress("small") | {"commit": "abc"}
+    there = Lab(declaration=declaration, folder=tmp_path / "there", train=(runs := Runs()), kept={"small": kept})
+    entry = there.measure("small")
+    known = {run.partition("/")[2] for run in kept["finished"] if run.startswith("sweep/")}
+    assert known
+    assert known.isdisjoint(runs.trained)
+    assert entry == cells["small"] | {"sweep_commit": "abc"}
+    assert "(the sweep: abc)" in cells_block(Results(declaration, {"small": entry}))
+    assert there.progress("small")["finished"].items() >= kept["finished"].items()
+    # Of another form nothing is known.
+    assert (
+        Lab(declaration=declared(tokens=900), folder=tmp_path, train=Runs(), kept={"small": kept}).known("small") == {}
+    )
 
 
 def test_a_budget_that_ends_before_the_second_step_decides_nothing(tmp_path):
