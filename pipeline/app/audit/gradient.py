@@ -16,7 +16,7 @@ from creditgraph.pipeline.app.audit.targets import AdvantageTarget
 from creditgraph.pipeline.core.errors import raised_text
 
 GROUP = 4  # responses per group
-MOST = 1300  # groups that are enumerated where a small group has a bias of its own
+MOST = 600  # groups that are enumerated where a small group has a bias of its own
 EXACT = 1e-5  # 1 − cosine that rounding of float32 and an epsilon in a divisor leave
 LIMIT = 2e-3  # 1 − cosine that two group sizes, the second twice the first, leave of a bias of 1 / size
 SMALL = 1e-2  # 1 − cosine in the larger of them that passes: some biases vanish otherwise than with 1 / size
