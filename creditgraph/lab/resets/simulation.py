@@ -102,16 +102,21 @@ def _error_of_median(values: Floats) -> float:
 def tuned(chains: Chains, method: Method, seeds: int = 32) -> Method:
     """The method with the rate and the groups per step that reach the target with the fewest tokens."""
     tried = [replace(method, rate=rate, groups=groups) for rate in RATES for groups in GROUPS]
-    return min(tried, key=lambda one: tokens_to_target(chains, one, seeds, draw=1).mean())
+    best, fewest = tried[0], math.inf
+    for one in tried:
+        tokens = float(tokens_to_target(chains, one, seeds, draw=1, most=fewest).mean())
+        best, fewest = (one, tokens) if tokens < fewest else (best, fewest)
+    return best
 
 
-def tokens_to_target(chains: Chains, method: Method, seeds: int = 32, draw: int = 0) -> Floats:
+def tokens_to_target(chains: Chains, method: Method, seeds: int = 32, draw: int = 0, most: float = math.inf) -> Floats:
     """Sampled tokens, in thoughts, until the target is reached: float64 [seeds], inf where it is not.
 
     Args:
         chains, method: what is trained, and how.
         seeds: independent runs.
         draw: number of their random stream.
+        most: runs end when they need at least so many on average.
     """
     hard = chains.success < EASY
     width = max(int(hard.sum(1).max()), 1)
@@ -136,7 +141,7 @@ def tokens_to_target(chains: Chains, method: Method, seeds: int = 32, draw: int 
         square = 0.999 * square + 0.001 * gradient**2
         logit += method.rate * mean / (1 - 0.9**update) / (np.sqrt(square / (1 - 0.999**update)) + 1e-8)
         reached = np.where(np.isinf(reached) & (_value(logit, kept) >= target), spent, reached)
-        if np.isfinite(reached).all():
+        if np.minimum(reached, spent).mean() >= most or np.isfinite(reached).all():
             break
     return reached
 
