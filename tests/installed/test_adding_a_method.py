@@ -39,7 +39,7 @@ cells: {}
 recipe:
   a: &a
     {title: A., family: one, regime: "", tokens: 1500, every: 9, rates: [1.0e-4, 3.0e-4], sweep_seeds: [100], seeds: 2,
-     widenings: 0, set: [prompts.batch=4], methods: {grpo: {recipe: toy_grpo, rate: 1.0e-4}}}
+     widenings: 0, set: [prompts.batch=1], methods: {grpo: {recipe: toy_grpo, rate: 1.0e-4}}}
   b: {<<: *a, family: thoughts, methods: {grpo_turns: {recipe: toy_grpo_thoughts, rate: 1.0e-4}}}
 """
 
@@ -85,13 +85,13 @@ def test_every_command_of_the_page(site, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", JUDGED)
 def test_the_evidence_of_each_idea_takes_every_stage(site, folder, line):
-    words = re.findall(r'[^\s"]+', line)
-    done = run(site, folder, "-m", "creditgraph", *words, "--declaration", "small.yaml")
+    words = [*re.findall(r'[^\s"]+', line), "--declaration", "small.yaml", "--jobs", "1"]
+    done = run(site, folder, "-m", "creditgraph", *words)
     # With two runs of fifteen hundred tokens nothing is seen, not even the controls.
     assert done.returncode == CODES["too noisy"], done.stdout + done.stderr
     name = words[1].removeprefix("recipe=")
     assert re.search(rf"{name} against \S.*: too noisy .*the control \w+ is not seen", done.stdout)
     if line == JUDGED[0]:
-        again = run(site, folder, "-m", "creditgraph", *words, "--declaration", "small.yaml", "--again")
+        again = run(site, folder, "-m", "creditgraph", *words, "--again")
         assert f"{name}-" in again.stderr
         assert "grpo-" not in again.stderr  # the runs of baselines are kept

@@ -65,17 +65,17 @@ def main() -> dict:
     found["module"] = [base.__module__ for base in type(runner).__mro__]
     pair.load(noise=0.01)
     some = prompts(8, 20)
-    greedy = requests(some, temperature=0.0, max_tokens=12)
+    greedy = requests(some, temperature=0.0, max_tokens=8)
     found["greedy"] = [p.generate(greedy).tokens.to_lists() for p in (pair.policy, pair.reference)]
     found["exact"] = []
     for sampling in ({}, {"temperature": 0.7, "top_p": 0.9, "top_k": 8}):
-        done = pair.policy.generate(requests(some, max_tokens=12, **sampling))
+        done = pair.policy.generate(requests(some, max_tokens=8, **sampling))
         temperature = sampling.get("temperature", 1.0)
         scored = pair.policy.score(some, done.tokens, temperature)
         found["exact"] += [difference(pair, some, done.tokens, x, temperature) for x in (done, scored)]
-    first, again, other = (pair.policy.generate(requests(some, seed=s, max_tokens=12)) for s in (0, 0, 50))
+    first, again, other = (pair.policy.generate(requests(some, seed=s, max_tokens=8)) for s in (0, 0, 50))
     order = torch.tensor([6, 1])
-    few = Requests(tokens=some.select(order), seed=order, sampling=Sampling(max_tokens=12))
+    few = Requests(tokens=some.select(order), seed=order, sampling=Sampling(max_tokens=8))
     found["seeds"] = [x.tokens.to_lists() for x in (first, again, other)]
     found["two alone"] = [pair.policy.generate(few).tokens.to_lists(), [first.tokens.row(i).tolist() for i in order]]
     found |= scoring(pair)
@@ -98,7 +98,7 @@ def scoring(pair) -> dict:
         scored = pair.policy.score(long, tails, 0.8)
         found["scores"].append(difference(pair, long, tails, scored, 0.8))
         found["cached"].append(pair.vllm.context.metrics["cached_tokens"])
-    done = pair.policy.generate(requests(long, max_tokens=30))
+    done = pair.policy.generate(requests(long, max_tokens=12))
     scored = pair.policy.score(long, done.tokens)  # every position is in the cache
     found["scores"].append(difference(pair, long, done.tokens, scored))
     return found

@@ -81,11 +81,11 @@ def moments(learner: HFLearner) -> dict[str, torch.Tensor]:
 
 
 def train(folder: str, size: int, cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, Any]:
-    """Per case: metrics of three steps, clipped gradients of the first, log-probs and weights at last."""
+    """Per case: metrics of two runs, clipped gradients of the first, log-probs and weights at last."""
     out = {}
     for name, settings in cases.items():
         learner = learner_of(folder, settings | {"fsdp_size": size}, dtype)
-        metrics, gradients = training.three_steps(learner, moments)
+        metrics, gradients = training.two_runs(learner, moments)
         out[name] = {
             "metrics": metrics,
             "gradients": {n: g / 0.1 for n, g in gradients.items()},

@@ -38,7 +38,7 @@ def settings(lora: Lora) -> dict[str, Any]:
 
 def trained(learner: Any) -> dict[str, Any]:
     training = beside("training")
-    metrics, _ = training.three_steps(learner)
+    metrics, _ = training.two_runs(learner)
     published = learner.weights()
     return {
         "metrics": metrics,
