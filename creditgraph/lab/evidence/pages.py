@@ -63,7 +63,8 @@ def progress_block(results: Results, file: Path) -> str:
         return "Nothing."
     lines = []
     for name, entry in json.loads(file.read_text(encoding="utf-8"))["cells"].items():
-        if name in results.declaration.cells and entry["digest"] == results.declaration.digest(name):
+        complete = name in results.cells and not results.earlier(name)
+        if not complete and name in results.declaration.cells and entry["digest"] == results.declaration.digest(name):
             kinds = [run.partition("/")[0] for run in entry["finished"]]
             sweep, fresh = kinds.count("sweep"), kinds.count("runs")
             lines.append(

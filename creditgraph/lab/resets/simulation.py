@@ -116,7 +116,7 @@ def tokens_to_target(chains: Chains, method: Method, seeds: int = 32, draw: int 
         chains, method: what is trained, and how.
         seeds: independent runs.
         draw: number of their random stream.
-        most: runs end when they need at least so many on average.
+        most: mean tokens of all seeds from which on training is given up.
     """
     hard = chains.success < EASY
     width = max(int(hard.sum(1).max()), 1)

@@ -340,6 +340,9 @@ def test_another_machine_goes_on_with_a_sweep(tmp_path):
     assert known
     assert known.isdisjoint(runs.trained)
     assert entry == cells["small"] | {"sweep_commit": "abc"}
+    file = tmp_path / "progress.json"
+    file.write_text(json.dumps({"cells": {"small": kept}}))
+    assert progress_block(Results(declaration, {"small": entry}), file) == "Nothing."  # it is complete
     assert "(the sweep: abc)" in cells_block(Results(declaration, {"small": entry}))
     assert there.progress("small")["finished"].items() >= kept["finished"].items()
     # Of another form nothing is known.

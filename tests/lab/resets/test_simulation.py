@@ -1,12 +1,22 @@
 """The simulation of independent steps: its parts by hand and against the sampler, its predictions, its edges."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from creditgraph.components.sampler.failures import choose, parse_split, wave_sizes
-from creditgraph.lab.resets.simulation import Chains, Method, choose_rows, relative_tokens, tokens_to_target
+from creditgraph.lab.resets.simulation import (
+    GROUPS,
+    RATES,
+    Chains,
+    Method,
+    choose_rows,
+    relative_tokens,
+    tokens_to_target,
+    tuned,
+)
 
 
 def chains(steps: dict[int, float], length: int = 24, problems: int = 16, recovery: float = 0.1) -> Chains:
@@ -75,3 +85,10 @@ def test_rows_are_chosen_as_by_the_sampler(split):
         assert (found[row], attempts[row]) == (choice is not None, end)
         if choice is not None:
             assert np.flatnonzero(base[row]).tolist() == choice.base
+
+
+def test_the_best_setting_is_that_of_trying_all_to_the_end():
+    problems = Chains(success=np.array([[0.5, 0.9, 1.0], [0.8, 0.6, 1.0]]), recovery=0.05)
+    for method in (Method(), Method(split=parse_split("1x4", 8))):
+        tried = [dataclasses.replace(method, rate=rate, groups=groups) for rate in RATES for groups in GROUPS]
+        assert tuned(problems, method, 8) == min(tried, key=lambda m: tokens_to_target(problems, m, 8, draw=1).mean())
