@@ -118,6 +118,7 @@ def test_preempted_killed_a_node_lost_and_the_first_node_lost_end_with_the_same_
     gate(1 << 20)
     lost = "] node1 is lost, and the script of the job with it; back in the queue"
     slurm.wait("the guard", lambda: lost in log.read_text(), run)
+    assert "forcing job termination" not in log.read_text().partition("start 1.2")[2]  # nothing on node1 saw the crash
     for node in ("node1", "node2"):
         slurm.node("boot", node)
     slurm.requeued(job, 2)

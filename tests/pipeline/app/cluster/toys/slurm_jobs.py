@@ -60,7 +60,7 @@ class Slurm:
             if (over or time.monotonic() > deadline) and not condition():
                 logs = sorted((run / "logs").glob("*.log")) if run else []
                 said = "\n".join(f"── {f.name}\n{f.read_text(errors='replace')[-3000:]}" for f in logs)
-                jobs = self.call("scontrol", "show", "job")[-2000:] if run is None else ""
+                jobs = self.call("scontrol", "show", "job")[-2000:]
                 pytest.fail(f"{what}: did not happen\n{said}\n{jobs}")
             time.sleep(0.1)
 
