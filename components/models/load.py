@@ -268,8 +268,11 @@ def empty_causal_lm(spec: ModelSpec) -> Any:
 
 def _causal_config(spec: ModelSpec) -> Any:
     """The configuration of a model that can be trained and sampled; DataError for any other."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     config = load_config(spec)
-    if not spec.trust_remote_code and type(config) not in _causal_configs():
+    # `in MODEL_FOR_CAUSAL_LM_MAPPING.keys()` would load the configurations of all families, for a second.
+    if not spec.trust_remote_code and MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
         kind = getattr(config, "model_type", "unknown")
         raise DataError(f"model '{spec.path}': expected a causal language model of transformers, got type '{kind}'.")
     check_context(spec, config)
@@ -323,13 +326,6 @@ def check_context(spec: ModelSpec, config: Any) -> int:
             f"{spec.max_context}. Lower it or use a model with a longer context."
         )
     return int(spec.max_context or min(own, spec.longest_row or own))
-
-
-@cache
-def _causal_configs() -> set[type]:
-    from transformers import AutoModelForCausalLM
-
-    return set(AutoModelForCausalLM._model_mapping.keys())
 
 
 def _failure(what: str, path: str, error: Exception) -> DataError:

@@ -68,11 +68,8 @@ def load() -> None:
     """Loads what a short run needs."""
     for library in LIBRARIES:
         importlib.import_module(library)
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
-    MODEL_FOR_CAUSAL_LM_MAPPING.keys()  # loads every family's configuration, as loading any model does
     build_experiment(compose(["recipe=toy_grpo"]))
 
 
