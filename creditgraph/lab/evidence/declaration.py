@@ -301,7 +301,9 @@ def best_point(accuracy: Mapping[Point, float]) -> Point:
 
 
 def widened(accuracy: Mapping[Point, float], factor: float) -> float | None:
-    """The next rate to try, beyond the edge at which the best one is; None when the best one has neighbours."""
-    best, rates = best_point(accuracy).rate, [point.rate for point in accuracy]
+    """The next rate to try, beyond the edge at which the best one is; None with neighbours or without a mistake."""
+    point, rates = best_point(accuracy), [point.rate for point in accuracy]
     beyond: dict[float, Callable[[float], float]] = {min(rates): lambda r: r / factor, max(rates): lambda r: r * factor}
-    return float(f"{beyond[best](best):.3g}") if best in beyond else None
+    if accuracy[point] >= 1 or point.rate not in beyond:
+        return None
+    return float(f"{beyond[point.rate](point.rate):.3g}")

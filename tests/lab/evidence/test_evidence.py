@@ -176,6 +176,7 @@ def test_widening_by_hand():
     assert widened(of({1e-4: 0.5, 3e-4: 0.7, 9e-4: 0.6}), 3) is None
     assert widened(of({1e-4: 0.5, 3e-4: 0.7}), 3) == pytest.approx(9e-4)
     assert widened(of({1e-4: 0.7, 3e-4: 0.7}), 3) == pytest.approx(3.33e-5)  # of equals the lower one
+    assert widened(of({1e-4: 1.0, 3e-4: 0.7}), 3) is None  # nothing beyond can be better
     assert best_point({Point(3e-4, 2): 0.7, Point(1e-4, 4): 0.7, Point(1e-4, 2): 0.7}) == Point(1e-4, 2)
 
 
