@@ -283,7 +283,7 @@ def _point(row: dict[str, Any]) -> str:
     """The rate, the prompts per batch where they were swept, and whether the rate is the lowest or highest tried."""
     rates = [float(text.split(" x ")[0]) for text in row["tried"]]
     edge = " (edge)" if rates and row["lr"] in (min(rates), max(rates)) else ""
-    return f"{row['lr']:g}{edge}" + (f", {row['batch']} prompts" if row.get("batch") else "")
+    return f"{row['lr']:g}{edge}" + (f", {row['batch']} prompt{'s' * (row['batch'] > 1)}" if row.get("batch") else "")
 
 
 def _costs(row: dict[str, Any]) -> str:

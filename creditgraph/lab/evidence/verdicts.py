@@ -138,6 +138,10 @@ class Results:
         if slow:
             reason = f"the budget ends before the second optimiser step of {' and '.join(slow)}"
             return Verdict(word="not testable here", reason=reason, pair=pair, late=late)
+        batches = [self.cells[claim.cell]["methods"][n].get("batch", 0) for n in (claim.better, claim.worse)]
+        if claim.axis == "steps" and len(set(batches)) > 1:
+            reason = f"it would compare batch sizes: the steps are of {batches[0]} against {batches[1]} prompts"
+            return Verdict(word="not testable here", reason=reason, pair=pair, late=late)
         return Verdict(word="undecided", pair=pair, late=late)
 
     def scored(self) -> dict[str, dict[str, int]]:

@@ -361,6 +361,20 @@ def test_a_budget_that_ends_before_the_second_step_decides_nothing(tmp_path):
     assert "1 (" not in readme_block(results)
 
 
+def test_equal_steps_of_other_batches_decide_nothing(tmp_path):
+    declaration, cells = measured(tmp_path)
+    claim = dataclasses.replace(declaration.claims["good"], axis="steps")
+    declaration = dataclasses.replace(declaration, claims={"good": claim})
+    methods = cells["small"]["methods"]
+    for good, grpo, testable in ((4, 4, True), (1, 4, False)):
+        methods["good"]["batch"], methods["grpo"]["batch"] = good, grpo
+        verdict = Results(declaration, cells).verdicts()["good"]
+        assert (verdict.word != "not testable here") == testable
+    assert "the steps are of 1 against 4 prompts" in claims_block(Results(declaration, cells))
+    tokens = dataclasses.replace(declaration, claims={"good": dataclasses.replace(claim, axis="tokens")})
+    assert Results(tokens, cells).verdicts()["good"].word != "not testable here"
+
+
 def test_steps_that_are_asked_for_are_where_methods_are_compared(tmp_path):
     _, cells = measured(tmp_path, steps=3, select="steps")
     assert [p["at"] for p in cells["small"]["pairs"] if p["axis"] == "steps"] == [3.0] * 3
