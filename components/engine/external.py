@@ -108,6 +108,11 @@ class ExternalEngine(Engine):
         self.tokenizer = load_tokenizer(self.spec)
         config = load_config(self.spec)
         self.context_length = check_context(self.spec, config)
+        if self.config.return_routed_experts and not getattr(config, "num_experts", 0):
+            raise ConfigError(
+                f"{context.node}.return_routed_experts: expected a model with experts, got '{self.spec.path}' of type "
+                f"{config.model_type}. Set {context.node}.return_routed_experts=false."
+            )
         self.model = skeleton(self.spec, config)
         self.names = WeightNames(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)

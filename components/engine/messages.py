@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from creditgraph.components.engine.base import DIVERGED
 from creditgraph.pipeline.core.errors import CreditgraphError
 
@@ -20,6 +22,11 @@ FinishReason = Literal["stop", "length", "eos", "abort"]
 
 class BadResponse(CreditgraphError):
     """A response that the model cannot have given; another server may return a good one to the same request."""
+
+
+def narrow(experts: np.ndarray) -> np.ndarray:
+    """Numbers of experts, each in one byte if they fit, else in two."""
+    return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)
 
 
 def group_of(tokens: Sequence[int]) -> int:
@@ -64,12 +71,15 @@ class RowResponse:
         logprobs: one per token, nats, at the sampling temperature (1 for greedy), before truncation.
         entropies: one per token, nats, of the same distribution, or None where the engine gives none.
         reason: why the engine stopped, meaningful in the last part only; after "abort" the row is requested again.
+        routed_experts: uint8 or int16 [tokens, layers × experts per token], those of the request's tokens and the
+            sampled ones but the last; in the last part only, of engines that give them.
     """
 
     tokens: list[int]
     logprobs: list[float]
     entropies: list[float] | None
     reason: FinishReason
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

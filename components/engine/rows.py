@@ -9,6 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from creditgraph.components.engine.base import Limits
@@ -41,6 +42,7 @@ class _Row:
     tail: bytes  # end of that thought's text, as far back as a stop string may reach
     logprobs: list[float] = field(default_factory=list)  # of the new tokens, as entropies
     entropies: list[float] = field(default_factory=list)
+    experts: np.ndarray | None = None  # of all its tokens and of what the engine sampled beyond them
     reason: str = ""  # "" until the row ends
 
 
@@ -98,14 +100,19 @@ class Rows:
     def feed(self, index: int, part: RowResponse, last: bool) -> bool:
         """Takes the next tokens of row `index`; True when the row has ended.
 
-        Tokens that the engine samples for the row after that are ignored. A part with reason "abort" resets the row.
+        Tokens that the engine samples for the row after that are ignored; the last part may still bring its experts. A
+        part with reason "abort" resets the row.
 
         Raises:
             BadResponse: the part is incomplete or impossible, or it is the `last` one and the row has not ended.
         """
         row = self._rows[index]
+        if part.routed_experts is not None:
+            row.experts = part.routed_experts
         if row.reason:
-            raise CreditgraphError(f"row {index}: expected no response to a row that has ended, got one.")
+            if part.tokens:
+                raise CreditgraphError(f"row {index}: expected no response to a row that has ended, got one.")
+            return True
         if part.reason == "abort":
             self.reset(index)
             return False
@@ -140,7 +147,19 @@ class Rows:
             thought_ends=Jagged.from_rows([row.ends for row in self._rows], torch.int32),
             finish_reason=[row.reason for row in self._rows],
             text=decode_rows(self._tokenizer, tokens),
+            routed_experts=self._experts(),
         )
+
+    def _experts(self) -> Jagged | None:
+        """Those of each row's tokens but the last; an empty row where the engine has not given as many."""
+        if all(row.experts is None for row in self._rows):
+            return None
+        out = []
+        for prompt, row in zip(self._prompts, self._rows, strict=True):
+            count = len(prompt) + len(row.tokens) - 1
+            known = row.experts is not None and len(row.experts) >= count
+            out.append(torch.from_numpy(row.experts[:count].flatten()) if known else torch.zeros(0, dtype=torch.uint8))
+        return Jagged.from_rows(out)
 
     def _new_row(self, index: int) -> _Row:
         """The row in the state after earlier requests."""

@@ -22,7 +22,7 @@ from creditgraph.components.learner.settings import LearnerSettings
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import AlignmentError
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Credit, Trajectories
+from creditgraph.pipeline.core.payloads import Credit, Trajectories, no_experts
 
 
 class Part:
@@ -30,6 +30,7 @@ class Part:
 
     Args:
         prompt, response: Jagged tokens.
+        experts: `Trajectories.routed_experts`, or None.
         settings: settings of the learner.
         shares_prefixes: whether a prefix is computed once for all rows of a micro-batch that begin with it.
         device: device of micro-batches.
@@ -39,10 +40,17 @@ class Part:
     """
 
     def __init__(
-        self, prompt: Jagged, response: Jagged, settings: LearnerSettings, shares_prefixes: bool, device: str
+        self,
+        prompt: Jagged,
+        response: Jagged,
+        experts: Jagged | None,
+        settings: LearnerSettings,
+        shares_prefixes: bool,
+        device: str,
     ) -> None:
         self.prompt = prompt
         self.response = response
+        self.experts = experts
         self.lengths = torch.where(response.lengths > 0, prompt.lengths + response.lengths - 1, 0)
         self._budget = settings.micro_batch_tokens
         self._device = device
@@ -63,7 +71,24 @@ class Part:
         prompt, response = (x.select(rows).to(self._device) for x in (self.prompt, self.response))
         candidates = None if candidates is None else candidates.to(self._device)
         index = torch.arange(len(rows), device=self._device)
-        return pack(prompt, response, index, share=self._shares_prefixes, candidates=candidates)
+        experts = None if self.experts is None else self._experts(self.experts.select(rows), rows)
+        return pack(prompt, response, index, self._shares_prefixes, candidates, experts)
+
+    def _experts(self, known: Jagged, rows: Tensor) -> Tensor | None:
+        """int16 [input tokens, experts of each]: −1 for rows of which they are not known; None for no known row."""
+        lengths = self.lengths[rows]
+        width = int((known.lengths // lengths.clamp(min=1)).max()) if len(rows) else 0
+        if not width:
+            return None
+        fits = known.lengths == lengths * width
+        if not bool((fits | (known.lengths == 0)).all()):
+            raise AlignmentError(
+                f"Trajectories.routed_experts: expected {width} experts for each token but the last, or none, got "
+                f"{known.lengths.tolist()} for rows of {lengths.tolist()} such tokens."
+            )
+        out = torch.full((int(lengths.sum()), width), -1, dtype=torch.int16, device=self._device)
+        out[fits.repeat_interleave(lengths).to(self._device)] = known.values.view(-1, width).to(self._device, out.dtype)
+        return out
 
     def places(self, rows: Tensor, values: Jagged) -> Tensor:
         """int64 [total]: the places of the response tokens of some rows among those of all, on the values' device."""
@@ -131,7 +156,10 @@ class RolloutBatch:
         self._settings = settings
         self._context = context
         self.shares_prefixes = settings.share_prefixes and packs
-        self.own = self._part(trajectories.prompt_tokens.to("cpu"), trajectories.response_tokens.to("cpu"))
+        experts = trajectories.routed_experts
+        if any(context.exchange([experts is not None] * context.ranks.num_replicas)):
+            experts = (experts or no_experts(len(trajectories))).to("cpu")
+        self.own = self._part(trajectories.prompt_tokens.to("cpu"), trajectories.response_tokens.to("cpu"), experts)
         self._own_prompts = trajectories.prompt_uid.cpu()
         replica, count = context.ranks.replica, len(trajectories)
         self._source = self.of_all(torch.full((count,), replica))
@@ -140,8 +168,8 @@ class RolloutBatch:
         self._start = int((self._source < replica).sum())
         self.temperature = self._common("Trajectories.temperature", trajectories.temperature, trajectories.temperature)
 
-    def _part(self, prompt: Jagged, response: Jagged) -> Part:
-        return Part(prompt, response, self._settings, self.shares_prefixes, self._context.device)
+    def _part(self, prompt: Jagged, response: Jagged, experts: Jagged | None) -> Part:
+        return Part(prompt, response, experts, self._settings, self.shares_prefixes, self._context.device)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -217,7 +245,10 @@ class RolloutBatch:
         route = Route(to=to, counts=[len(x) for x in responses])
         if responses == [self.own.response]:
             return route, self.own
-        return route, self._part(Jagged.concat(prompts), Jagged.concat(responses))
+        experts = self.own.experts
+        if experts is not None:
+            experts = Jagged.concat(self._context.exchange([_rows_of(experts, i) for i in to]))
+        return route, self._part(Jagged.concat(prompts), Jagged.concat(responses), experts)
 
     def fetch_inputs(self, route: Route, inputs: LossInputs) -> LossInputs:
         """The loss inputs of this replica's part, from those of its own rows; all ranks call it."""

@@ -36,6 +36,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "smallest possible `forward_tokens`, every shared prefix passed once",
     ),
     Metric("shared_tokens", "tokens", "tokens that sharing prefixes saved"),
+    Metric("replayed_tokens", "tokens", "`forward_tokens` that went to the experts that the engine chose"),
     Metric("zero_credit_rows", "share", "trajectories without a trained token of non-zero advantage"),
     Metric("policy_lag", "versions", "learner's version minus the version that sampled, mean over trajectories"),
     Metric("version", "number", "version of the published weights"),

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class RolloutTraining:
         self._shape = known_shape(context.model.path)
         self._meters = Meters()
         self._counts = Counter(tokens=0, steps=0, skipped_zero_credit=0, skipped_nonfinite=0)
-        self._work = Counter(tokens=0, shared=0, unique=0)
+        self._work = Counter(tokens=0, shared=0, unique=0, replayed=0)
         # At equal weights, ratios are 1 only at the temperature of the sampler.
         self._temperature = self.batch.temperature
         engine = trajectories.engine_logprobs.to("cpu")
@@ -178,6 +178,8 @@ class RolloutTraining:
         route, part = self.batch.fetch(self.batch.rows(), self.batch.costs())
         pieces = part.plan()
         batches = (self._counted(part.pack(rows), 1) for rows in pieces)
+        if reference:  # another model, with a router of its own
+            batches = (replace(batch, experts=None) for batch in batches)
         out = torch.zeros(len(part.response.values), device=self._context.device)
         # Not strict: ranks of an earlier pipeline stage have no log-probs.
         for rows, logprobs in zip(pieces, self._backend.score(batches, self._temperature, reference), strict=False):
@@ -240,6 +242,8 @@ class RolloutTraining:
             ids = numbered({name: column.select(rows) for name, column in candidates.items()}, CANDIDATE)
             batch = part.pack(rows, None if ids is None else ids.long())
             self._work.update(tokens=batch.tokens, shared=batch.saved)
+            if batch.experts is not None:
+                self._work["replayed"] += int((batch.experts[:, 0] >= 0).sum())
             yield self._counted(batch, 0)
 
     def _counted(self, batch: PackedBatch, which: int) -> PackedBatch:
@@ -284,6 +288,8 @@ class RolloutTraining:
         metrics |= {"trained_tokens": float(self._counts["tokens"]), "forward_tokens": total["tokens"]}
         if self.batch.shares_prefixes:
             metrics |= {f"{n}_tokens": total[n] for n in ("unique", "shared")}
+        if self.batch.own.experts is not None:
+            metrics["replayed_tokens"] = total["replayed"]
         return metrics | {
             "policy_lag": self._lag,
             "version": float(self._version + 1),

@@ -11,7 +11,7 @@ from creditgraph.components.rollouts.requests import scatter_rows
 from creditgraph.components.text.stops import decode_rows
 from creditgraph.pipeline.core.handles import Completions, Policy, Progress, Requests, Scores
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Batch, Trajectories
+from creditgraph.pipeline.core.payloads import Batch, Trajectories, no_experts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -23,6 +23,7 @@ class Begun(Batch):
         tokens, logprobs, entropies, thought_ends, finish_reason, text: as of `Completions`, all tokens so far; "paused"
             for one that has not ended, without text.
         token_versions: Jagged int32, version of the weights that sampled each token.
+        routed_experts: as of `Completions`, of the last request, which passes all tokens before through the model too.
     """
 
     prompt_uid: Tensor
@@ -31,6 +32,7 @@ class Begun(Batch):
     entropies: Jagged
     thought_ends: Jagged
     token_versions: Jagged
+    routed_experts: Jagged
     finish_reason: list[str]
     text: list[str]
 
@@ -47,6 +49,7 @@ class Begun(Batch):
             entropies=floats,
             thought_ends=ints,
             token_versions=ints,
+            routed_experts=no_experts(len(seed)),
             finish_reason=["paused"] * len(seed),
             text=[""] * len(seed),
         )
@@ -112,6 +115,7 @@ class Continuing(Policy):
             finish_reason=rows.finish_reason,
             text=rows.text,
             token_versions=rows.token_versions,
+            routed_experts=rows.routed_experts if len(rows.routed_experts.values) else None,
         )
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
@@ -155,9 +159,10 @@ class Continuing(Policy):
         count = len(rows)
         new = scatter_rows(done.tokens, going, count)
         self._count(rows.prompt_uid, new.lengths)
-        # A row continues with all of its thought ends, so they replace the earlier ones.
-        ends_from = torch.arange(count)
-        ends_from[going] = count + torch.arange(len(going))
+        # A row continues with all of its thought ends and experts, so they replace the earlier ones.
+        latest = torch.arange(count)
+        latest[going] = count + torch.arange(len(going))
+        experts = done.routed_experts or no_experts(len(going))
         tokens = rows.tokens.join(new)
         reasons = list(rows.finish_reason)
         texts = list(rows.text)
@@ -172,7 +177,8 @@ class Continuing(Policy):
             tokens=tokens,
             logprobs=rows.logprobs.join(scatter_rows(done.logprobs, going, count)),
             entropies=rows.entropies.join(scatter_rows(done.entropies, going, count)),
-            thought_ends=Jagged.concat([rows.thought_ends, done.thought_ends]).select(ends_from),
+            thought_ends=Jagged.concat([rows.thought_ends, done.thought_ends]).select(latest),
+            routed_experts=Jagged.concat([rows.routed_experts, experts]).select(latest),
             token_versions=rows.token_versions.join(
                 new.with_values(torch.full_like(new.values, self.version, dtype=torch.int32))
             ),

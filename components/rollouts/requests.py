@@ -177,6 +177,7 @@ def completed(empty: Trajectories, done: Completions) -> Trajectories:
         finish_reason=done.finish_reason,
         text=done.text,
         token_versions=done.token_versions,
+        routed_experts=done.routed_experts,
     )
 
 
@@ -250,6 +251,7 @@ def sample_from_prefix(
         text=decode_rows(policy.tokenizer, tokens.to_lists()),
         temperature=sampling.temperature or 1.0,
         token_versions=versions,
+        routed_experts=done.routed_experts,
     )
 
 
@@ -324,4 +326,5 @@ def _generate_where_room(policy: Policy, requests: Requests) -> Completions:
         finish_reason=reasons,
         text=texts,
         token_versions=None if part.token_versions is None else scatter_rows(part.token_versions, rows, count),
+        routed_experts=None if part.routed_experts is None else scatter_rows(part.routed_experts, rows, count),
     )

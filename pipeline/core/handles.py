@@ -116,6 +116,7 @@ class Completions:
             "paused".
         text: decoded sampled tokens, special tokens kept.
         token_versions: Jagged int32, version of the weights that sampled each token; None if all are the policy's.
+        routed_experts: as of `Trajectories`, of the request's tokens and the sampled ones; None from other engines.
     """
 
     tokens: Jagged
@@ -125,6 +126,7 @@ class Completions:
     finish_reason: list[str]
     text: list[str]
     token_versions: Jagged | None = None
+    routed_experts: Jagged | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -137,6 +137,9 @@ class Trajectories(Batch):
         temperature: sampling temperature of the whole batch (1 for greedy); learners compute their log-probs at it.
         token_versions: Jagged int32 over response tokens, version of the weights that sampled each token, set by
             samplers that carry rollouts over iterations; None if `policy_version` holds for all tokens of a row.
+        routed_experts: Jagged uint8 or int16, the experts of each token of prompt and response but the last, as its
+            engine chose them: layers × experts per token, one token after the other. A row of which they are not known
+            is empty; None: of no row.
     """
 
     prompt_uid: Tensor
@@ -153,19 +156,33 @@ class Trajectories(Batch):
     text: list[str]
     temperature: float = 1.0
     token_versions: Jagged | None = None
+    routed_experts: Jagged | None = None
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Stacks rows in order; batches without `token_versions` get them from `policy_version` if others have them."""
+        """Stacks rows in order; what only some batches have of `token_versions` and `routed_experts` is filled in."""
         if any(b.token_versions is not None for b in batches):
             batches = [b.replace(token_versions=b.versions_by_token()) for b in batches]
+        if any(b.routed_experts is not None for b in batches):
+            batches = [b.replace(routed_experts=b.routed_experts or no_experts(len(b))) for b in batches]
         return super().concat(batches)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields replaced; with other tokens, the experts of the old ones are dropped."""
+        if not {"prompt_tokens", "response_tokens"}.isdisjoint(changes):
+            changes.setdefault("routed_experts", None)
+        return super().replace(**changes)
 
     def versions_by_token(self) -> Jagged:
         """`token_versions`, or `policy_version` for every token of its row."""
         if self.token_versions is not None:
             return self.token_versions
         return self.response_tokens.spread(self.policy_version.to(self.response_tokens.values.device, torch.int32))
+
+
+def no_experts(rows: int) -> Jagged:
+    """`Trajectories.routed_experts` of rows of which none are known."""
+    return Jagged(torch.zeros(0, dtype=torch.uint8), torch.zeros(rows + 1, dtype=torch.int64))
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -253,6 +253,8 @@ async def read_stream(
                 more = False
                 if not last:
                     await end()
+            elif not more and part.routed_experts is not None:
+                take(replace(part, tokens=[], logprobs=[], entropies=None), last)
     if not last:
         raise ServerError(f"POST {path}: the response was cut off.")
     return version

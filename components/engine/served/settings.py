@@ -89,6 +89,9 @@ class ServerSettings(EngineSettings):
     stream_tokens: int = 8
     """tokens in each message of a server about a row whose text may end it; fewer tokens need more messages, more
     tokens are sampled beyond the end"""
+    return_routed_experts: bool = False
+    """for models with experts: whether the engine returns which experts it chose for each token, so that the learner
+    computes with the same ones (router replay)"""
     check_every: int = 1
     """updates between two checks that the engine computes with the weights it was given: its log-probs of a fixed
     sequence of 16 tokens against the learner's, which computes them on the device that holds the weights; 0 never"""

@@ -80,6 +80,7 @@ def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, An
         # Each event of a stream holds new tokens only.
         "incremental_streaming_output": True,
         "trust_remote_code": model.trust_remote_code,
+        "enable_return_routed_experts": settings.return_routed_experts,
     }
     return options | (_CPU_OPTIONS if cpu else {"mem_fraction_static": settings.gpu_memory})
 
@@ -157,7 +158,7 @@ class SGLangDialect:
 
     async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """One row, as one response or as server-sent events."""
-        body = wire.generate_body(request, request_id, self._top)
+        body = wire.generate_body(request, request_id, self._top, self._settings.return_routed_experts)
         async with self._ended(client, request_id):
             if request.stream:
                 return await self._stream(client, body, request_id, take)

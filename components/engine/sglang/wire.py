@@ -13,19 +13,27 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from creditgraph.components.engine.bucket import Bucket, gpu_id
 from creditgraph.components.engine.group import Meeting
-from creditgraph.components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from creditgraph.components.engine.messages import (
+    FinishReason,
+    RowRequest,
+    RowResponse,
+    ScoreRequest,
+    ScoreResponse,
+    narrow,
+)
 from creditgraph.components.engine.served.dialect import ServerError, check_id, number, parsing, token_id
 from creditgraph.pipeline.core.errors import ConfigError
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def generate_body(request: RowRequest, request_id: str, top_logprobs: int) -> dict[str, Any]:
+def generate_body(request: RowRequest, request_id: str, top_logprobs: int, experts: bool = False) -> dict[str, Any]:
     """POST /generate for one sample.
 
     SGLang's log-probs are those at the sampling temperature before truncation (at temperature 1 for greedy), as
@@ -35,6 +43,7 @@ def generate_body(request: RowRequest, request_id: str, top_logprobs: int) -> di
         request: what to sample; `seed` counts only with --enable-deterministic-inference.
         request_id: id by which it can be aborted.
         top_logprobs: the vocabulary size, for entropies, or 0 for none.
+        experts: whether to return those chosen for each token.
     """
     sampling: dict[str, Any] = {
         "max_new_tokens": request.max_tokens,
@@ -49,7 +58,8 @@ def generate_body(request: RowRequest, request_id: str, top_logprobs: int) -> di
         sampling["top_p"] = request.top_p
     if request.temperature > 0 and request.top_k > 0:
         sampling["top_k"] = request.top_k
-    return _body(request_id, request.tokens, sampling, top_logprobs)
+    body = _body(request_id, request.tokens, sampling, top_logprobs)
+    return body | {"return_routed_experts": True} if experts else body
 
 
 def streamed(body: dict[str, Any], interval: int) -> dict[str, Any]:
@@ -123,7 +133,16 @@ def _response(reply: Any, reason: FinishReason, start: int, entropies: bool) -> 
         logprobs=_logprobs(entries),
         entropies=[_entropy(_logprobs(top)) for top in meta["output_top_logprobs"][start:]] if entropies else None,
         reason=reason,
+        routed_experts=_experts(meta),
     )
+
+
+def _experts(meta: Mapping[str, Any]) -> np.ndarray | None:
+    """Those of all tokens but the last, which SGLang returns at the end of a request that wants them."""
+    if meta.get("routed_experts") is None:
+        return None
+    numbers = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+    return narrow(numbers.reshape(meta["prompt_tokens"] + meta["completion_tokens"] - 1, -1))
 
 
 def _reason(finish: Any) -> FinishReason:

@@ -81,6 +81,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
         "scheduler_cls": SCHEDULER,
         "enable_sleep_mode": model.sleeps,
         "seed": 0,
+        "enable_return_routed_experts": settings.return_routed_experts,
     }
     if cache := settings.kv_cache_gb or (_CPU_CACHE_GB if cpu else 0.0):
         options["kv_cache_memory_bytes"] = int(cache * 2**30)

@@ -21,6 +21,7 @@ from creditgraph.components.engine.served.dialect import ServedModel
 from creditgraph.components.engine.served.process import make_scratch
 from creditgraph.components.engine.vllm.columns import split_scores
 from creditgraph.components.engine.vllm.dialect import engine_options, engine_variables
+from creditgraph.components.engine.vllm.replies import flat_experts
 from creditgraph.components.engine.vllm.scheduler import scoring_parameters
 from creditgraph.components.engine.vllm.settings import VllmSettings
 from creditgraph.components.engine.weight_files import checksum_of
@@ -290,6 +291,7 @@ def response_of(out: Any) -> RowResponse:
         logprobs=numbers[::2],
         entropies=[-x for x in numbers[1::2]],
         reason=done.finish_reason or "stop",
+        routed_experts=None if done.routed_experts is None else flat_experts(done.routed_experts),
     )
 
 

@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from creditgraph.components.engine.messages import FinishReason, RowResponse, ScoreResponse
+import numpy as np
+
+from creditgraph.components.engine.messages import FinishReason, RowResponse, ScoreResponse, narrow
 from creditgraph.components.engine.served.dialect import ServerError, check_id, parsing
-from creditgraph.components.engine.vllm.columns import crc_of, read_ids, read_numbers
+from creditgraph.components.engine.vllm.columns import crc_of, read_array, read_ids, read_numbers
 from creditgraph.components.engine.vllm.route import ROWS
 
 _REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
@@ -58,7 +60,13 @@ def _response(reply: Mapping[str, Any], eos: Set[int]) -> RowResponse:
         logprobs=read_numbers(reply["logprobs"]),
         entropies=read_numbers(reply["entropies"]),
         reason=_REASONS.get(reason, "eos" if tokens and tokens[-1] in eos else "stop"),
+        routed_experts=flat_experts(read_array(reply["experts"])) if "experts" in reply else None,
     )
+
+
+def flat_experts(experts: np.ndarray) -> np.ndarray:
+    """vLLM's [tokens, layers, experts per token] as `RowResponse` has them."""
+    return narrow(experts.reshape(len(experts), -1))
 
 
 def _label(reply: Mapping[str, Any]) -> str | None:

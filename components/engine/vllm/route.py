@@ -7,7 +7,9 @@ vLLM's own /inference/v1/generate sends some 150 bytes of JSON per token; here i
   and `crc` of the three. With `context` the latter two are of the prompt's tokens after that many; `tokens` are the
   `top` most likely ones in the place of each, and their log-probs follow those of the prompt's tokens;
 - `reason`: vLLM's finish reason, null before the last part of a streamed reply;
-- `versions`: labels of the weights that sampled, in the last part.
+- `versions`: labels of the weights that sampled, in the last part;
+- `experts`: those chosen for each token but the last, in the last part of servers that return them: a column of vLLM's
+  own, [tokens, layers, experts per token] as .npy in base64.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from creditgraph.components.engine.vllm.columns import crc_of, pack_ids, pack_numbers, read_ids, split_scores
+from creditgraph.components.engine.vllm.columns import crc_of, pack_array, pack_ids, pack_numbers, read_ids, split_scores
 from creditgraph.components.engine.vllm.key import KeyMiddleware
 from creditgraph.components.engine.vllm.scheduler import scoring_parameters
 
@@ -130,6 +132,8 @@ async def _parts(state: Any, request: Mapping[str, Any]) -> AsyncGenerator[dict[
             "reason": done.finish_reason,
             "versions": [str(span.version) for span in done.weight_versions or ()],
         }
+        if done.routed_experts is not None:
+            part["experts"] = pack_array(done.routed_experts)
         yield part | {"crc": crc_of(part)}
 
 

@@ -209,7 +209,10 @@ class Critic(SideModel):
         targets = Credit(uid=trajectories.uid, advantage=tokens.with_values(target), mask=tokens.with_values(mask))
         # The old values are to the loss what the engine's log-probs are to a policy's; no weights sampled them.
         rows = trajectories.replace(
-            engine_logprobs=old, policy_version=torch.full_like(trajectories.policy_version, -1), token_versions=None
+            engine_logprobs=old,
+            policy_version=torch.full_like(trajectories.policy_version, -1),
+            token_versions=None,
+            routed_experts=None,
         )
         fit = RolloutTraining(settings, self.context, self.backend, rows, targets, self.version)
         result = fit.run()

@@ -127,6 +127,7 @@ class ImplicitReward(SideModel):
             engine_logprobs=reference,
             policy_version=torch.full_like(trajectories.policy_version, -1),
             token_versions=None,
+            routed_experts=None,
         )
         fit = RolloutTraining(settings, self.context, self.backend, rows, targets, self.version)
         result = fit.run()

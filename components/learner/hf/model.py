@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from creditgraph.components.learner.dtensors import gather
 from creditgraph.components.learner.head import HeadPlan
+from creditgraph.components.learner.hf.replay import Replay
 from creditgraph.components.learner.hf.settings import Recompute
 from creditgraph.components.learner.hf.sharding import ADAPTED, Entry, Sharding, gathered, unit_of, without_memory
 from creditgraph.components.learner.logprobs import Head, token_logprobs
@@ -65,6 +66,7 @@ class LearnerModel:
             self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
+        self._replay = Replay(model)
         self.head_plan = HeadPlan()
         if not lora.rank:
             model.requires_grad_(True)
@@ -120,6 +122,7 @@ class LearnerModel:
         _check_logits(self._entry)
 
     def _score(self, entry: Entry, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
+        self._replay.use(batch, self.packs)
         return batch.by_row(*entry.run(_scores, batch, temperature, self.packs, self.head_plan))
 
     @torch.no_grad()

@@ -6,7 +6,8 @@ experts may be spread over the ranks of one replica, over several replicas, or b
 """
 
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +78,51 @@ def local_expert(name: str) -> tuple[str, int] | None:
         return f"{found[1]}.{found[3]}", int(found[2])
     found = _GROUPED.match(name)
     return (f"{found[1]}.{found[2]}", int(found[3])) if found else None
+
+
+# --- router replay ---
+
+
+class Replay:
+    """Chooses given experts in the place of a router; megatron-core calls it where a router has a `router_replay`.
+
+    megatron-core's own class tells forward from recomputing passes by a state of the process, which a pipeline, whose
+    passes alternate, would have to switch at each of them. Here a pass for which nothing was given is recomputed, and
+    micro-batches are in their order.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[Tensor | None] = []
+        self._again: deque[Tensor | None] = deque()
+
+    def give(self, experts: Tensor | None, recomputed: bool) -> None:
+        """The experts [tokens, experts per token] of the next pass, −1 where the router chooses.
+
+        `recomputed`: whether another pass of it follows in the backward pass.
+        """
+        self._given = [experts]
+        if recomputed:
+            self._again.append(experts)
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers of the chosen experts, both [tokens, topk]; called by megatron-core."""
+        experts = self._given.pop() if self._given else self._again.popleft()
+        values, chosen = default(scores, topk, num_groups, group_topk)
+        if experts is None:
+            return values, chosen
+        chosen = torch.where(experts < 0, chosen, experts.to(chosen.dtype))
+        return scores.gather(1, chosen), chosen
+
+
+def attach_replays(chunk: Any) -> dict[int, Replay]:
+    """A `Replay` for each router of a model chunk, by the number of its layer from 0."""
+    replays = {}
+    for layer in chunk.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            replays[layer.layer_number - 1] = layer.mlp.router.router_replay = Replay()
+    return replays
 
 
 # --- ranks ---

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
+from torch.nn import functional
 
 from creditgraph.components.learner.head import HeadPlan
 from creditgraph.components.learner.logprobs import Head, VocabShard, token_logprobs
@@ -20,7 +21,7 @@ from creditgraph.components.learner.lora import Lora
 from creditgraph.components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from creditgraph.components.learner.megatron.bridge import build_chunks, make_bridge
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
-from creditgraph.components.learner.megatron.experts import local_expert
+from creditgraph.components.learner.megatron.experts import attach_replays, local_expert
 from creditgraph.components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
 from creditgraph.components.learner.megatron.layers.parts import LOCAL, chosen_parts
 from creditgraph.components.learner.megatron.lora import Adapters, check_lora
@@ -31,6 +32,7 @@ from creditgraph.components.learner.packing.pack import PackedBatch
 from creditgraph.components.models.load import load_config
 from creditgraph.components.models.weights import tensor_files
 from creditgraph.pipeline.core.component import ModelSpec
+from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -64,6 +66,7 @@ class MegatronModel:
         self.vocab_size: int = bridge.vocab_size
         self.head_plan = HeadPlan()
         self.adapters: Adapters | None = None
+        self._replays = {id(chunk): attach_replays(chunk) for chunk in chunks}
         # With virtual stages each chunk requests the same batch again.
         self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
 
@@ -158,6 +161,7 @@ class MegatronModel:
         s is this rank's share of the tokens, padded to whole shares. Call `logprobs` with the last stage's result.
         """
         inputs = self.inputs(batch)
+        self._replay(getattr(chunk, "module", chunk), batch, inputs)
         hidden: Tensor = chunk(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -165,6 +169,25 @@ class MegatronModel:
             packed_seq_params=PackedParams(layout=inputs.layout),
         )
         return hidden
+
+    def _replay(self, chunk: Any, batch: PackedBatch, inputs: RankInputs) -> None:
+        """Gives the routers of a chunk the experts of this rank's tokens."""
+        config, mpu = self.transformer_config, self.bridge.mpu
+        experts = batch.experts
+        if experts is not None:
+            if config.moe_router_fusion:
+                raise ConfigError(
+                    "learner.transformer.moe_router_fusion: expected false, because the fused router cannot replay the "
+                    "engine's experts, got true. Set it to false, or engine.return_routed_experts=false."
+                )
+            padding = inputs.input_ids.shape[1] - len(inputs.places)
+            experts = functional.pad(experts[inputs.places], (0, 0, 0, padding), value=-1)
+            if self.layout.sequence_parallel:
+                experts = experts.chunk(self.layout.tensor_parallel)[mpu.tp_rank]
+        recomputed = config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ())
+        for layer, replay in self._replays[id(chunk)].items():
+            of_layer = slice(layer * config.moe_router_topk, (layer + 1) * config.moe_router_topk)
+            replay.give(None if experts is None else experts[:, of_layer], recomputed and torch.is_grad_enabled())
 
     def inputs(self, batch: PackedBatch) -> RankInputs:
         """The input of this rank's chunks for a batch."""

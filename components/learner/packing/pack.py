@@ -32,6 +32,8 @@ class PackedBatch:
         spread: int64 [targets], the pair of each response token; None when they are the same.
         tokens: number of computed tokens.
         saved: number of tokens that were not computed because another row computes them.
+        experts: int16 [tokens, layers × experts per token], those to compute with; −1 where the router chooses; None
+            where it always does.
     """
 
     input_ids: Tensor
@@ -44,6 +46,7 @@ class PackedBatch:
     spread: Tensor | None = None
     tokens: int
     saved: int = 0
+    experts: Tensor | None = None
 
     def predicting(self, hidden: Tensor) -> Tensor:
         """Hidden states [pairs, D] at the places that predict, from those [tokens, D] of all places."""
@@ -111,7 +114,12 @@ def plan(lengths: Tensor, budget: int) -> list[Tensor]:
 
 
 def pack(
-    prompt: Jagged, response: Jagged, index: Tensor, share: bool = False, candidates: Tensor | None = None
+    prompt: Jagged,
+    response: Jagged,
+    index: Tensor,
+    share: bool = False,
+    candidates: Tensor | None = None,
+    experts: Tensor | None = None,
 ) -> PackedBatch:
     """Lays out the rows `index`, each with a non-empty prompt and response, end to end.
 
@@ -121,6 +129,8 @@ def pack(
         share: whether to compute the common prefix of each row and the previous one in `index` only once; saves most in
             the order of `Sorted`.
         candidates: optional int64 [response tokens of these rows, k], further tokens to score in the place of each.
+        experts: optional int16 [tokens of these rows but their last, n], see `PackedBatch`; a token that several rows
+            share gets those of the first.
     """
     prompts = prompt.select(index)
     targets = response.select(index).to(torch.int64)
@@ -129,7 +139,7 @@ def pack(
         overlap = overlaps(whole)
         inputs_overlap = worthwhile(without_last(overlap, whole.lengths), whole.lengths - 1)
         if bool(inputs_overlap.any()):
-            return _pack_shared(prompts, targets, whole, overlap, inputs_overlap, candidates)
+            return _pack_shared(prompts, targets, whole, overlap, inputs_overlap, candidates, experts)
     inputs = whole.slice_rows(torch.zeros_like(whole.lengths), whole.lengths - 1)
     # Response token t of a row with P prompt tokens is predicted at place P + t − 1.
     before = (prompts.lengths - 1)[targets.row_ids] + targets.positions
@@ -141,6 +151,7 @@ def pack(
         next_tokens=_with(targets.values, candidates),
         targets=targets,
         tokens=len(inputs.values),
+        experts=experts,
     )
 
 
@@ -161,6 +172,7 @@ def _pack_shared(
     overlap: Tensor,
     inputs_overlap: Tensor,
     candidates: Tensor | None,
+    experts: Tensor | None,
 ) -> PackedBatch:
     # Two trees: that of inputs (rows without their last token), whose nodes are computed, and that of whole rows, whose
     # nodes are the distinct (path, next token) pairs. `own` tokens of each input row are computed for it.
@@ -205,4 +217,5 @@ def _pack_shared(
         spread=spread,
         tokens=tokens,
         saved=int(lengths.sum()) - tokens,
+        experts=None if experts is None else experts[(lengths.cumsum(0) - lengths)[computed.row_ids] + places],
     )

@@ -27,6 +27,7 @@ def module(name: str) -> Any:
 
 
 training, learners = module("training"), module("test_learner")
+CASES = {**{name: training.CASES[name] for name in ("ppo_clip", "gspo")}, training.REPLAY: training.CASES["ppo_clip"]}
 SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 # Of four ranks; what a layout leaves over are replicas, whose numbers of micro-batches differ.
 LAYOUTS: list[dict[str, Any]] = [
@@ -41,11 +42,11 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[[str], str]) -> Any:
-    return training.train_hf(checkpoint("qwen3_moe-42"), {name: training.CASES[name] for name in ("ppo_clip", "gspo")})
+    return training.train_hf(checkpoint("qwen3_moe-42"), CASES)
 
 
 def compare(pool: Any, folder: str, layouts: list[dict[str, Any]], case: str, expected: Any) -> None:
-    answers = pool.run(training.train_layouts, folder, layouts, {case: training.CASES[case]})
+    answers = pool.run(training.train_layouts, folder, layouts, {case: CASES[case]})
     for place, layout in enumerate(layouts):
         result, name = answers[0][place][case], f"{layout}, {case}"
         assert all(other[place][case]["metrics"] == result["metrics"] for other in answers), name
@@ -53,7 +54,9 @@ def compare(pool: Any, folder: str, layouts: list[dict[str, Any]], case: str, ex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "layouts"), [("ppo_clip", LAYOUTS), ("gspo", [{"expert_parallel": 2, **SP2}, SP2])])
+@pytest.mark.parametrize(
+    ("case", "layouts"), [("ppo_clip", LAYOUTS), ("replay", LAYOUTS), ("gspo", [{"expert_parallel": 2, **SP2}, SP2])]
+)
 def test_equal_to_learner_hf(
     pool: Any, checkpoint: Callable[[str], str], case: str, layouts: list[dict[str, Any]], expected: Any
 ) -> None:
@@ -65,8 +68,15 @@ def test_two_ranks_equal_learner_hf(checkpoint: Callable[[str], str], expected: 
     try:
         layouts: list[dict[str, Any]] = [{}, SP2, {"context_parallel": 2}]
         compare(pool, checkpoint("qwen3_moe-42"), [{"expert_parallel": 2, **x} for x in layouts], "gspo", expected)
+        replayed = [{"expert_parallel": 2, **SP2, "recompute": "full"}]
+        compare(pool, checkpoint("qwen3_moe-42"), replayed, "replay", expected)
     finally:
         pool.close()
+
+
+def test_given_experts_change_the_gradient(expected: Any) -> None:
+    one, other = (expected[case]["metrics"][0]["grad_norm"] for case in ("replay", "ppo_clip"))
+    assert abs(one - other) > 1e-3
 
 
 # --- checkpoints ---

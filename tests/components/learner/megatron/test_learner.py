@@ -33,7 +33,7 @@ OVERLAPPING: list[dict[str, Any]] = [
     {**VPP2, "distributed_optimizer": "on", "ddp": OVERLAP},
 ]
 # What says how the work was cut, not what was learned.
-CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
+CUT = {"replayed_tokens", "forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
 
 
 @pytest.fixture(scope="session")
