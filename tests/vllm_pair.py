@@ -4,6 +4,7 @@ import torch
 
 from creditgraph.components.engine.local.engine import LocalEngine
 from creditgraph.components.engine.vllm.engine import VllmEngine
+from creditgraph.components.models.experts import unstack
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.payloads import Weights
 
@@ -13,15 +14,18 @@ CONTEXT = 192
 class Pair:
     """engine.vllm and engine.local on one model, always loaded with the same weights."""
 
-    def __init__(self, path):
+    def __init__(self, path, **settings):
         from creditgraph.components.models.load import load_causal_lm
 
         spec = ModelSpec(path=path, max_context=CONTEXT)
-        self.vllm, self.local = VllmEngine(VllmEngine.Config(kv_cache_gb=0.25)), LocalEngine(LocalEngine.Config())
+        self.vllm, self.local = (
+            VllmEngine(VllmEngine.Config(kv_cache_gb=0.25, **settings)),
+            LocalEngine(LocalEngine.Config()),
+        )
         for engine in (self.vllm, self.local):
             engine.setup(Context(node="engine", model=spec))
         self.model = load_causal_lm(spec)
-        self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.original = {name: tensor.clone() for name, tensor in unstack(self.model.state_dict())}
         self.version = -1
         self.load()
 
@@ -32,7 +36,8 @@ class Pair:
         changed = {name: t + noise * torch.randn(t.shape, generator=generator) for name, t in own.items()}
         self.version += 1
         self.weights = Weights(version=self.version, tensors=changed)
-        self.model.float().load_state_dict(self.vllm.names.resolve(self.weights))
+        names = self.vllm.names
+        self.model.float().load_state_dict(names.of_model(names.resolve(self.weights)))
         self.policy = self.vllm.run(weights=self.weights).policy
         self.reference = self.local.run(weights=self.weights).policy
 

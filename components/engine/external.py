@@ -308,7 +308,8 @@ class ExternalPolicy(EnginePolicy):
         self._check_tokens(requests.tokens, "request")
         self._check_temperature(requests.sampling.temperature)
         engine = self.engine
-        return Rows(requests, self._limits(requests), engine.text, self.tokenizer, engine.vocab_size)
+        experts = engine.config.return_routed_experts
+        return Rows(requests, self._limits(requests), engine.text, self.tokenizer, engine.vocab_size, experts)
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""

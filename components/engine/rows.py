@@ -55,9 +55,18 @@ class Rows:
         text: byte strings of the tokens.
         tokenizer: Hugging Face tokenizer.
         vocab_size: ids that the engine may return.
+        experts: whether it returns the experts of each token.
     """
 
-    def __init__(self, requests: Requests, limits: Limits, text: TokenText, tokenizer: object, vocab_size: int) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        limits: Limits,
+        text: TokenText,
+        tokenizer: object,
+        vocab_size: int,
+        experts: bool = False,
+    ) -> None:
         self._requests = requests
         self._sampling = requests.sampling
         self._thoughts = requests.sampling.thoughts
@@ -67,6 +76,7 @@ class Rows:
         self._text = text
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._returns_experts = experts
         self._eos = frozenset(limits.eos.nonzero()[:, 0].tolist())
         self._prompts = requests.tokens.to_lists()
         self._seeds = requests.seed.tolist()
@@ -152,13 +162,15 @@ class Rows:
 
     def _experts(self) -> Jagged | None:
         """Those of each row's tokens but the last; an empty row where the engine has not given as many."""
-        if all(row.experts is None for row in self._rows):
+        if not self._returns_experts:
             return None
         out = []
         for prompt, row in zip(self._prompts, self._rows, strict=True):
             count = len(prompt) + len(row.tokens) - 1
-            known = row.experts is not None and len(row.experts) >= count
-            out.append(torch.from_numpy(row.experts[:count].flatten()) if known else torch.zeros(0, dtype=torch.uint8))
+            experts = row.experts
+            if experts is None or len(experts) < count:
+                experts = np.zeros(0, np.uint8)
+            out.append(torch.from_numpy(experts[:count].flatten()))
         return Jagged.from_rows(out)
 
     def _new_row(self, index: int) -> _Row:

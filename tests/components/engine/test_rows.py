@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,3 +226,24 @@ def test_an_aborted_row_begins_again(start):
     assert not rows.feed(0, good(1, token=9), last=False)
     assert rows.feed(0, good(2, token=9), last=True)
     assert rows.completions().tokens.to_lists() == [[9, 9, 9]]
+
+
+def test_experts_come_with_the_last_part_even_after_the_row_has_ended(start):
+    policy, _ = start()
+    engine = policy.engine
+    batch = requests([(5, 6), (7, 8, 9), (5,)], max_tokens=3)
+    rows = Rows(batch, policy._limits(batch), engine.text, engine.tokenizer, engine.vocab_size, experts=True)
+    rows.start()
+    whole = np.arange(12, dtype=np.uint8).reshape(6, 2)
+    assert rows.feed(0, good(3, routed_experts=whole[:4]), last=True)
+    # A server that had sampled on says so when the request is ended.
+    assert not rows.feed(1, good(2), last=False)
+    assert rows.feed(1, good(1), last=False)
+    assert rows.feed(1, good(0, reason="abort", routed_experts=whole), last=True)
+    with pytest.raises(CreditgraphError, match="expected no response to a row that has ended"):
+        rows.feed(1, good(1), last=True)
+    assert rows.feed(2, good(3, routed_experts=whole[:2]), last=True)  # too few
+    assert rows.completions().routed_experts.to_lists() == [list(range(8)), list(range(10)), []]
+    rows.reset(0)
+    assert rows.feed(0, good(3), last=True)  # another try has its own
+    assert rows.completions().routed_experts.row(0).tolist() == []

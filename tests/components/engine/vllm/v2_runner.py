@@ -8,6 +8,7 @@ this is a program of its own. Prompts are prefilled in chunks of 64 tokens, as o
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -20,9 +21,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[4]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from experts import make_model, wrong_rows
 from vllm_pair import Pair, worker_of
 
 from creditgraph.components.engine.vllm import dialect, in_process
+from creditgraph.components.engine.vllm.worker import WorkerExtension
 from creditgraph.pipeline.core.handles import Requests, Sampling
 from creditgraph.pipeline.core.jagged import Jagged
 
@@ -39,6 +42,7 @@ def use_v2() -> None:
     chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
     v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     in_process.engine_variables = lambda settings, model: variables(settings, model) | v2
+    dialect.engine_variables = in_process.engine_variables
     in_process.engine_options = lambda settings, model: options(settings, model) | chunked
 
 
@@ -84,6 +88,34 @@ def main() -> dict:
     same = Jagged.from_rows([some.row(0)] * 30, torch.int32)
     done = pair.policy.generate(requests(same, max_tokens=1))
     found["forbidden"] = [likely, done.tokens.values.tolist(), difference(pair, same, done.tokens, done)]
+    pair.vllm.close()
+    return found | {"experts": experts()}
+
+
+def pack_again() -> None:
+    """vLLM packs experts for a CPU when it loads the first weights, and leaves later ones as they are."""
+    reload = WorkerExtension.creditgraph_reload
+
+    def packed(worker, tensors):
+        reload(worker, tensors)
+        for module in worker.model_runner.model.modules():
+            if kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
+                kernel.fused_experts.process_weights_after_loading(module)
+
+    WorkerExtension.creditgraph_reload = packed
+
+
+def experts() -> list:
+    """Of three batches of six rows, of new weights, the last from the cache: rows with wrong experts, with any."""
+    pack_again()
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(make_model(folder), return_routed_experts=True)
+        pair.load(noise=0.05)
+    pair.model.float()
+    some, found = prompts(6, 40), []
+    for sampling in ({"max_tokens": 8}, {"max_tokens": 40, "stop": ("3", "7")}, {"max_tokens": 8}):
+        done = pair.policy.generate(requests(some, **sampling))
+        found.append(wrong_rows(pair.model, some, done.tokens, done.routed_experts))
     pair.vllm.close()
     return found
 

@@ -89,7 +89,9 @@ def two_runs(learner: Any, after_first: Any = None, replays: bool = False) -> tu
     out, said = [], None
     for seed in range(2):
         learner.context.iteration = seed
-        batch = make_batch(seed, version=seed, candidates=2 * (learner.config.objective.use == "distill"), replays=replays)
+        batch = make_batch(
+            seed, version=seed, candidates=2 * (learner.config.objective.use == "distill"), replays=replays
+        )
         out.append(run_own(learner, *batch).report.metrics)
         if seed == 0 and after_first is not None:
             said = after_first(learner)
