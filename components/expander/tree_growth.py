@@ -334,4 +334,5 @@ def with_whole_thoughts(trajectories: Trajectories, limits: ThoughtLimits, token
         thought_ends=Jagged.from_rows(ends, torch.int32),
         finish_reason=reasons,
         text=texts,
+        routed_experts=trajectories.experts_of_first(length),
     )

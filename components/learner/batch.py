@@ -75,7 +75,7 @@ class Part:
         return pack(prompt, response, index, self._shares_prefixes, candidates, experts)
 
     def _experts(self, known: Jagged, rows: Tensor) -> Tensor | None:
-        """int16 [input tokens, experts of each]: −1 for rows of which they are not known; None for no known row."""
+        """As of `PackedBatch`, of all input tokens of some rows; None for no known row."""
         lengths = self.lengths[rows]
         width = int((known.lengths // lengths.clamp(min=1)).max()) if len(rows) else 0
         if not width:
@@ -86,8 +86,8 @@ class Part:
                 f"Trajectories.routed_experts: expected {width} experts for each token but the last, or none, got "
                 f"{known.lengths.tolist()} for rows of {lengths.tolist()} such tokens."
             )
-        out = torch.full((int(lengths.sum()), width), -1, dtype=torch.int16, device=self._device)
-        out[fits.repeat_interleave(lengths).to(self._device)] = known.values.view(-1, width).to(self._device, out.dtype)
+        out = torch.full((int(lengths.sum()), width), -1, dtype=torch.int16)
+        out[fits.repeat_interleave(lengths)] = known.values.view(-1, width).to(out.dtype)
         return out
 
     def places(self, rows: Tensor, values: Jagged) -> Tensor:

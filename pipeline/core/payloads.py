@@ -173,6 +173,15 @@ class Trajectories(Batch):
             changes.setdefault("routed_experts", None)
         return super().replace(**changes)
 
+    def experts_of_first(self, length: Tensor) -> Jagged | None:
+        """`routed_experts` of rows whose responses are cut to `length` [N] tokens."""
+        experts = self.routed_experts
+        if experts is None:
+            return None
+        before = self.prompt_tokens.lengths - 1
+        width = experts.lengths // (before + self.response_tokens.lengths).clamp(min=1)
+        return experts.slice_rows(torch.zeros_like(length), (before + length).clamp(min=0) * width)
+
     def versions_by_token(self) -> Jagged:
         """`token_versions`, or `policy_version` for every token of its row."""
         if self.token_versions is not None:

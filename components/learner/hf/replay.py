@@ -35,7 +35,7 @@ class Replay:
                 f"learner.hf: expected a packed model whose routers are softmax over all experts, as Qwen3-MoE and "
                 f"OLMoE, to replay the engine's experts, got {self._name}. Set engine.return_routed_experts=false."
             )
-        self._experts = batch.experts
+        self._experts = None if batch.experts is None else batch.experts.to(batch.input_ids.device)
 
     def _choose(self, layer: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self._experts is None:

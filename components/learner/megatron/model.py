@@ -181,7 +181,7 @@ class MegatronModel:
                     "engine's experts, got true. Set it to false, or engine.return_routed_experts=false."
                 )
             padding = inputs.input_ids.shape[1] - len(inputs.places)
-            experts = functional.pad(experts[inputs.places], (0, 0, 0, padding), value=-1)
+            experts = functional.pad(experts.to(inputs.places.device)[inputs.places], (0, 0, 0, padding), value=-1)
             if self.layout.sequence_parallel:
                 experts = experts.chunk(self.layout.tensor_parallel)[mpu.tp_rank]
         recomputed = config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ())

@@ -33,7 +33,7 @@ class PackedBatch:
         tokens: number of computed tokens.
         saved: number of tokens that were not computed because another row computes them.
         experts: int16 [tokens, layers × experts per token], those to compute with; −1 where the router chooses; None
-            where it always does.
+            where it always does. On the CPU: a pipeline holds all micro-batches of a step.
     """
 
     input_ids: Tensor
@@ -217,5 +217,5 @@ def _pack_shared(
         spread=spread,
         tokens=tokens,
         saved=int(lengths.sum()) - tokens,
-        experts=None if experts is None else experts[(lengths.cumsum(0) - lengths)[computed.row_ids] + places],
+        experts=None if experts is None else experts[((lengths.cumsum(0) - lengths)[computed.row_ids] + places).cpu()],
     )

@@ -85,11 +85,12 @@ def train(folder: str, size: int, cases: dict[str, dict[str, Any]], dtype: str =
     out = {}
     for name, settings in cases.items():
         learner = learner_of(folder, settings | {"fsdp_size": size}, dtype)
-        metrics, gradients = training.two_runs(learner, moments)
+        replays = 2 * (name == training.REPLAY)
+        metrics, gradients = training.two_runs(learner, moments, replays)
         out[name] = {
             "metrics": metrics,
             "gradients": {n: g / 0.1 for n, g in gradients.items()},
-            "logprobs": training.logprobs_of(learner),
+            "logprobs": training.logprobs_of(learner, replays),
             "weights": learner.weights().tensors,
         }
     return out

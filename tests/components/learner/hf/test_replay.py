@@ -227,3 +227,13 @@ def test_rows_with_other_tokens_lose_the_experts_and_batches_without_them_are_fi
     both = Trajectories.concat([rollouts(None), rows])
     assert both.routed_experts.lengths.tolist() == [0, 0, 0, *whole.lengths.tolist()]
     assert both.routed_experts.row(5).tolist() == whole.row(2).tolist()
+
+
+def test_rows_that_are_cut_keep_the_experts_of_what_is_left():
+    whole = Jagged.from_rows([x.flatten() for x in chosen_experts()], torch.uint8)
+    rows = rollouts(whole)
+    length = torch.tensor([2, 0, 5])
+    cut = rows.experts_of_first(length)
+    assert cut.lengths.tolist() == [(3 + 1) * 6, 2 * 6, 5 * 6]
+    assert [cut.row(i).tolist() for i in range(3)] == [whole.row(i)[: len(cut.row(i))].tolist() for i in range(3)]
+    assert rollouts(None).experts_of_first(length) is None

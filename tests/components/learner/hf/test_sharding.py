@@ -8,7 +8,7 @@ from creditgraph.components.learner.lora import Lora
 from creditgraph.pipeline.core.errors import RunError
 
 # How the work was cut, and how long it took, not what was learned.
-CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
+CUT = {"replayed_tokens", "forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
 
 
 def check_equal(one, got, tolerance=1e-5):
@@ -42,8 +42,11 @@ def test_four_ranks_and_two_sharded_copies_learn_the_same(sharded, pools, odd_mo
 
 def test_experts_are_read_and_trained_in_shards(sharded, pools, odd_model):
     folder = odd_model(False, 5)
-    cases = {"reinforce": sharded.CASES["reinforce"]}
-    check_equal(sharded.train(folder, 1, cases), pools(2).run(sharded.train, folder, 2, cases))
+    cases = {"reinforce": sharded.CASES["reinforce"], sharded.training.REPLAY: sharded.CASES["reinforce"]}
+    one = sharded.train(folder, 1, cases)
+    check_equal(one, pools(2).run(sharded.train, folder, 2, cases))
+    replayed, own = (one[case]["metrics"][0]["grad_norm"] for case in (sharded.training.REPLAY, "reinforce"))
+    assert abs(replayed - own) > 1e-3
 
 
 def test_bfloat16_layers_compute_with_float32_shards(sharded, pools, odd_model):

@@ -24,12 +24,12 @@ OPTIMIZER = OptimizerSettings(lr=3e-3, eps=1e-3, grad_clip=0.1, weight_decay=0.1
 
 
 def make_batch(
-    seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: int = 0, candidates: int = 0, replays: bool = False
+    seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: int = 0, candidates: int = 0, replays: int = 0
 ) -> tuple[Trajectories, Credit]:
     """Rows of unequal length; rows share their prompt, and every third one a prefix of its sibling's response.
 
-    With `replays` each token has two of 4 experts in each of 4 layers, that of equal position in every row the same
-    ones; rows of the first prompt have none.
+    Each token has two of 4 experts in each of `replays` layers, the same at equal positions of all rows; those of the
+    first prompt have none.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -69,7 +69,7 @@ def make_batch(
     )
     if replays:
         sizes = [len(p) + len(r) - 1 for p, r in zip(prompt_rows, rows, strict=True)]
-        table = torch.rand(max(sizes), 4, 4, generator=g).argsort(-1)[..., :2].flatten(1).to(torch.uint8)
+        table = torch.rand(max(sizes), replays, 4, generator=g).argsort(-1)[..., :2].flatten(1).to(torch.uint8)
         of_rows = [table[: size * (i >= per_prompt)].flatten() for i, size in enumerate(sizes)]
         trajectories = trajectories.replace(routed_experts=Jagged.from_rows(of_rows))
     advantage = response.spread(torch.randn(count, generator=g))
@@ -84,7 +84,7 @@ def make_batch(
     return trajectories, Credit(uid=uid, advantage=advantage, mask=fresh, columns=columns)
 
 
-def two_runs(learner: Any, after_first: Any = None, replays: bool = False) -> tuple[list[dict[str, float]], Any]:
+def two_runs(learner: Any, after_first: Any = None, replays: int = 0) -> tuple[list[dict[str, float]], Any]:
     """The metrics of two runs on two batches, and what `after_first` says after the first."""
     out, said = [], None
     for seed in range(2):
@@ -167,7 +167,7 @@ def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-def logprobs_of(learner: Any, replays: bool = False) -> torch.Tensor:
+def logprobs_of(learner: Any, replays: int = 0) -> torch.Tensor:
     """Per-token log-probs of one batch under the present weights, as `old_logprobs: recompute` makes them."""
     rows = own_rows(learner.context.ranks, *make_batch(9, replays=replays))
     training = RolloutTraining(learner.config, learner.context, learner.backend, *rows, learner.version)
@@ -183,12 +183,12 @@ def train(
         learner = megatron_learner(folder, layout, settings, dtype)
         # The distributed optimizer's moments lie across parameters.
         metrics, gradients = two_runs(
-            learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients, name == REPLAY
+            learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients, 4 * (name == REPLAY)
         )
         out[name] = {
             "gradients": gradients,
             "metrics": metrics,
-            "logprobs": logprobs_of(learner, name == REPLAY),
+            "logprobs": logprobs_of(learner, 4 * (name == REPLAY)),
             "weights": learner.initial()["weights"].tensors,
         }
     return out
@@ -242,11 +242,11 @@ def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float3
     out = {}
     for name, settings in cases.items():
         learner = hf_learner(folder, settings, dtype)
-        metrics, moments = two_runs(learner, lambda x: x.state_dict()["optimizer"]["moments"], name == REPLAY)
+        metrics, moments = two_runs(learner, lambda x: x.state_dict()["optimizer"]["moments"], 4 * (name == REPLAY))
         out[name] = {
             "gradients": dict(unstack({n: m["exp_avg"] / 0.1 for n, m in moments.items()})),
             "metrics": metrics,
-            "logprobs": logprobs_of(learner, name == REPLAY),
+            "logprobs": logprobs_of(learner, 4 * (name == REPLAY)),
             "weights": learner.initial()["weights"].tensors,
         }
     return out
