@@ -297,8 +297,11 @@ def test_an_end_of_text_token_alone_belongs_to_the_thought_before(toolbox):
     made = toolbox.trajectories(["ab.\0", "ab.c\0", "\0"], finish_reason=["eos"] * 3)
     assert with_whole_thoughts(made, limits, toolbox.tokenizer()).thought_ends.to_lists() == [[4], [3, 5], [1]]
     cut = toolbox.trajectories(["a.b!.c.d", ""], finish_reason=["eos", "length"])
-    whole = with_whole_thoughts(cut, limits, toolbox.tokenizer())
+    sizes = cut.prompt_tokens.lengths - 1 + cut.response_tokens.lengths
+    experts = Jagged.from_lengths(torch.arange(2 * int(sizes.sum())), 2 * sizes)
+    whole = with_whole_thoughts(cut.replace(routed_experts=experts), limits, toolbox.tokenizer())
     assert whole.text == ["a.b!.", ""]
+    assert whole.routed_experts.lengths.tolist() == (2 * (sizes - torch.tensor([3, 0]))).tolist()
     assert whole.finish_reason == ["final", "length"]
     assert whole.thought_ends.to_lists() == [[2, 5], []]
 
