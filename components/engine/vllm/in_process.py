@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from creditgraph.components.engine.channel import FileChannel
@@ -47,6 +48,7 @@ class InProcess:
     def __init__(self, context: Context, settings: VllmSettings, model: ServedModel) -> None:
         self._context = context
         self._eos = list(model.eos)
+        self._returns_experts = settings.return_routed_experts
         # Adapters build on weights that stay on the CPU.
         self._level = 1 if settings.lora.max_rank else 2
         self._asleep: set[str] = set()
@@ -156,12 +158,21 @@ class InProcess:
                 for out in step:
                     # A request that was ended may be in one more step.
                     if out.request_id in waiting and rows.feed(waiting[out.request_id], response_of(out), out.finished):
-                        del waiting[out.request_id]
+                        row = waiting.pop(out.request_id)
                         self._count_prompt(out)
                         if not out.finished:
                             ended.append(out.request_id)
+                            if self._returns_experts:
+                                rows.feed(row, self._experts(out.request_id), last=True)
                 if ended:
                     self.core.abort_request(ended)
+
+    def _experts(self, name: str) -> RowResponse:
+        """Those of a request that its text ends; vLLM itself reports them only of requests that it ends."""
+        processor = self.core.output_processor
+        (own,) = processor.external_req_ids[name]
+        chunks = np.concatenate(processor.request_states[own].routed_experts_chunks)
+        return RowResponse(tokens=[], logprobs=[], entropies=None, reason="stop", routed_experts=flat_experts(chunks))
 
     def converse(self, rows: int, follow: Any, feed: Any, reset: Any) -> bool:
         """Not here: one engine samples all rows together."""

@@ -60,6 +60,7 @@ def test_a_gpu_servers_cache_takes_what_its_share_of_memory_leaves():
 
 def test_experts_are_returned_by_gpus_and_come_through_a_reply():
     from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     settings = VllmSettings(return_routed_experts=True)
     assert parsed(settings, on_gpus())[0].enable_return_routed_experts
@@ -67,6 +68,11 @@ def test_experts_are_returned_by_gpus_and_come_through_a_reply():
     with pytest.raises(ConfigError, match=r"return_routed_experts: expected a GPU, .* got device 'cpu'\."):
         engine_options(settings, ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9))
     assert "routed_experts" in inspect.signature(CompletionOutput).parameters
+    # What is read of a request that its text ends.
+    assert "self.routed_experts_chunks: list[np.ndarray] = []" in inspect.getsource(RequestState.__init__)
+    made = inspect.getsource(OutputProcessor.__init__)
+    assert "self.request_states: dict[str, RequestState]" in made
+    assert "self.external_req_ids" in made
     experts = np.arange(24, dtype=np.uint16).reshape(4, 3, 2) * 11
     reply = {"id": "r", "tokens": pack_ids([5, 6]), "reason": "length", "versions": ["3"]}
     reply |= {name: pack_numbers([-1.0, -2.0]) for name in ("logprobs", "entropies")}

@@ -66,8 +66,5 @@ def test_padding_columns_are_never_drawn_and_stay_in_the_softmax(ran):
 
 
 def test_experts_are_those_of_the_weights_from_the_cache_too(ran):
-    (wrong, plain), (wrong_stopped, stopped), (wrong_cached, cached) = ran["experts"]
-    assert (wrong, wrong_stopped, wrong_cached) == ([], [], [])
-    # vLLM in this process gives none of a request that is ended because of its text.
-    assert (plain, cached) == (6, 6)
-    assert stopped < 6
+    # Of rows that end at their limit, by their text, and again from the cache: those with wrong experts, and with any.
+    assert ran["experts"] == [[[], 6]] * 3

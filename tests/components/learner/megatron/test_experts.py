@@ -55,7 +55,12 @@ def compare(pool: Any, folder: str, layouts: list[dict[str, Any]], case: str, ex
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "layouts"), [("ppo_clip", LAYOUTS), ("replay", LAYOUTS), ("gspo", [{"expert_parallel": 2, **SP2}, SP2])]
+    ("case", "layouts"),
+    [
+        ("ppo_clip", LAYOUTS),
+        ("replay", [LAYOUTS[2], *LAYOUTS[4:]]),  # stages that alternate, recomputed passes, tokens that ranks share
+        ("gspo", [{"expert_parallel": 2, **SP2}, SP2]),
+    ],
 )
 def test_equal_to_learner_hf(
     pool: Any, checkpoint: Callable[[str], str], case: str, layouts: list[dict[str, Any]], expected: Any
