@@ -81,10 +81,13 @@ class Part:
         if not width:
             return None
         fits = known.lengths == lengths * width
-        if not bool((fits | (known.lengths == 0)).all()):
+        wrong = (~fits & (known.lengths > 0)).nonzero()[:, 0]
+        if len(wrong):
+            row = int(wrong[0])
             raise AlignmentError(
                 f"Trajectories.routed_experts: expected {width} experts for each token but the last, or none, got "
-                f"{known.lengths.tolist()} for rows of {lengths.tolist()} such tokens."
+                f"{int(known.lengths[row])} for a row of {int(lengths[row])} such tokens. They come with the tokens of "
+                "an engine; a node that changes these leaves them out."
             )
         out = torch.full((int(lengths.sum()), width), -1, dtype=torch.int16)
         out[fits.repeat_interleave(lengths)] = known.values.view(-1, width).to(out.dtype)
