@@ -214,7 +214,9 @@ def test_the_reference_model_has_a_router_of_its_own(folder):
 
 def test_experts_of_other_tokens_are_refused(folder):
     wrong = Jagged.from_rows([x.flatten()[: 6 * 6 - 1] for x in chosen_experts()], torch.uint8)
-    with pytest.raises(AlignmentError, match=r"expected \d+ experts for each token but the last, or none, got \d+ for a"):
+    with pytest.raises(
+        AlignmentError, match=r"expected \d+ experts for each token but the last, or none, got \d+ for a"
+    ):
         trained(folder, wrong, share_prefixes=False)
 
 
