@@ -147,16 +147,19 @@ def route(leaders: int, servers: int, prompts: int, group: int, seconds: float, 
         pool.generate(rows, lambda *_: True, lambda _: None)
 
     with ThreadPoolExecutor(leaders) as threads:
-        list(threads.map(ServerPool.start, pools))
-        for server in (server for pool in pools for server in pool.servers):
-            server.state = "ready"  # as after an update of weights
-        for seen in stubs.seen:
-            seen.clear()
-        begin = time.monotonic()
-        list(threads.map(work, pools))
-        passed = time.monotonic() - begin
-        rows = [seen["/row"] for seen in stubs.seen]
-        checks = sum(seen.total() for seen in stubs.seen) - sum(rows)
-        list(threads.map(ServerPool.close, pools))
+        try:
+            list(threads.map(ServerPool.start, pools))
+            for server in (server for pool in pools for server in pool.servers):
+                server.state = "ready"  # as after an update of weights
+            for seen in stubs.seen:
+                seen.clear()
+            begin = time.monotonic()
+            # A server that is lost, on a machine that stands still for long, never gets the weights to come back.
+            list(threads.map(work, pools, timeout=10 * seconds))
+            passed = time.monotonic() - begin
+            rows = [seen["/row"] for seen in stubs.seen]
+            checks = sum(seen.total() for seen in stubs.seen) - sum(rows)
+        finally:
+            list(map(ServerPool.close, pools))  # which ends what still waits
     stubs.close()
     return Routed(leaders, servers, max(rows) * servers / sum(rows), checks / passed / servers)
