@@ -120,10 +120,9 @@ def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
 
 def environment(cluster: Cluster) -> dict[str, str]:
     """Variables of every step; those of the cluster file come last and override others."""
-    # Logs show a line when it is written. Rust tokenizers in forked processes would warn of a deadlock. Two threads
-    # of a CPU rank that compete for a core were measured to be 10 to 20 times slower than one.
+    # Rust tokenizers in forked processes would warn of a deadlock. Two threads of a CPU rank that compete for a core
+    # were measured to be 10 to 20 times slower than one.
     variables = {
-        "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1" if not cluster.gpus_per_node else "8",
     }
