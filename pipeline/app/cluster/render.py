@@ -120,9 +120,11 @@ def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
 
 def environment(cluster: Cluster) -> dict[str, str]:
     """Variables of every step; those of the cluster file come last and override others."""
-    # Rust tokenizers in forked processes would warn of a deadlock. Two threads of a CPU rank that compete for a core
-    # were measured to be 10 to 20 times slower than one.
+    # Unbuffered, Python writes a line in pieces, and srun puts the rank in front of each. Rust tokenizers in forked
+    # processes would warn of a deadlock. Two threads of a CPU rank that compete for a core were measured to be 10 to
+    # 20 times slower than one.
     variables = {
+        "PYTHONUNBUFFERED": "",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1" if not cluster.gpus_per_node else "8",
     }
