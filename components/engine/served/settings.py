@@ -116,6 +116,11 @@ class ServerSettings(EngineSettings):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}.")
 
+        if self.return_routed_experts and self.model:
+            raise ValueError(
+                "return_routed_experts: expected an engine of the learner's model, which computes with these experts, "
+                f"got one with a model of its own ({self.model}). Set it to false."
+            )
         if self.elsewhere and self.sleep == "always":
             raise ValueError(
                 "sleep: expected servers that this run starts, got addresses or rendezvous of others, whose GPUs this "

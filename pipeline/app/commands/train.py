@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import io
 import logging
 import os
 import signal
@@ -54,9 +53,6 @@ def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
     from creditgraph.pipeline.run.distributed.team import allow_files, plan_ranks, rendezvous
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A log shows a line when it is written, and whole: srun puts the rank in front of every piece that it reads.
-        sys.stdout.reconfigure(line_buffering=True)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")

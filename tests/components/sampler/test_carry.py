@@ -15,7 +15,10 @@ from creditgraph.pipeline.core.ranks import Ranks
 
 
 class Letters(Policy):
-    """Repeats the prompt's letter (its number + 0 to 2, by the seed) times; token t has log-prob −version − t/100."""
+    """Repeats the prompt's letter (its number + 0 to 2, by the seed) times; token t has log-prob −version − t/100.
+
+    Every token goes to two experts, whose number is the version.
+    """
 
     continues = True
 
@@ -34,7 +37,9 @@ class Letters(Policy):
             rows.append(
                 ([ord(whole[0])] * most, [-self.version - (begun + t) / 100 for t in range(most)], begun, reason)
             )
+        sizes = [len(p) + r[2] + len(r[0]) - 1 for p, r in zip(requests.tokens.to_lists(), rows, strict=True)]
         return Completions(
+            routed_experts=Jagged.from_rows([[self.version] * 2 * n for n in sizes], torch.uint8),
             tokens=Jagged.from_rows([r[0] for r in rows], torch.int32),
             logprobs=Jagged.from_rows([r[1] for r in rows], torch.float32),
             entropies=Jagged.from_rows([[0.5] * len(r[0]) for r in rows], torch.float32),
@@ -81,6 +86,9 @@ def test_complete_groups_leave_and_the_others_go_on(toolbox):
         length = len(late.text[row])
         assert late.text[row] == "b" * length
         assert late.token_versions.row(row).tolist() == [0] * 10 + [1] * 10 + [2] * (length - 20)
+        # The last request has passed all tokens through the model.
+        tokens = len(late.prompt_tokens.row(row)) + length - 1
+        assert late.routed_experts.row(row).tolist() == [2] * 2 * tokens
         # Each token keeps the log-prob of the weights that sampled it.
         expected = torch.tensor([-float(t // 10) - t / 100 for t in range(length)])
         torch.testing.assert_close(late.engine_logprobs.row(row), expected)

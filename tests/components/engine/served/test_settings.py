@@ -38,6 +38,7 @@ def test_pool_settings_are_checked():
 
 def test_server_settings_are_checked():
     for wrong, problem in (
+        ({"return_routed_experts": True, "model": "m"}, "return_routed_experts: expected an engine of the learner's"),
         ({"servers": -1}, "servers: expected at least 0, got -1"),
         ({"stream_tokens": 0}, "stream_tokens: expected at least 1, got 0"),
         ({"kv_cache_gb": -1.0}, r"kv_cache_gb: expected at least 0, got -1\.0"),
