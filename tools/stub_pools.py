@@ -7,6 +7,7 @@ iteration are there at once, as those of long responses are.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -50,7 +51,7 @@ class StubServers:
     def __init__(self, count: int, seconds: float) -> None:
         self.seen: list[Counter[str]] = [Counter() for _ in range(count)]
         self.urls: list[str] = []
-        self._kept: list[Any] = []  # servers and tasks, to which asyncio keeps weak references only
+        self._servers: list[asyncio.Server] = []
         self._seconds = seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -64,27 +65,32 @@ class StubServers:
                 await self._serve(index, reader, writer)
 
             server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=4096)
-            self._kept.append(server)
+            self._servers.append(server)
             self.urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
     async def _serve(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._kept.append(asyncio.current_task())
-        while head := await _request(reader):
-            path = head.split()[1].decode()
-            self.seen[index][path] += 1
-            if path == "/row":
-                await asyncio.sleep(self._seconds)
-            body = b'{"tokens": %d}' % int(time.monotonic() * 1000)
-            denied = b"401 Unauthorized" if b"uthorization:" not in head else b"200 OK"
-            writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (denied, len(body), body))
+        # Closed here: the garbage collector does it in whatever thread it runs, and may then remove a new connection
+        # that has got the same number from the poll of this loop, whose request is never read.
+        with contextlib.closing(writer):
+            while head := await _request(reader):
+                path = head.split()[1].decode()
+                self.seen[index][path] += 1
+                if path == "/row":
+                    await asyncio.sleep(self._seconds)
+                body = b'{"tokens": %d}' % int(time.monotonic() * 1000)
+                denied = b"401 Unauthorized" if b"uthorization:" not in head else b"200 OK"
+                writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (denied, len(body), body))
 
     def close(self) -> None:
         """Ends the thread."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -154,7 +160,7 @@ def route(leaders: int, servers: int, prompts: int, group: int, seconds: float, 
             for seen in stubs.seen:
                 seen.clear()
             begin = time.monotonic()
-            # A server that is lost, on a machine that stands still for long, never gets the weights to come back.
+            # A request that is never answered ends the measurement.
             list(threads.map(work, pools, timeout=10 * seconds))
             passed = time.monotonic() - begin
             rows = [seen["/row"] for seen in stubs.seen]
