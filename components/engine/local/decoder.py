@@ -79,6 +79,7 @@ class TransformersDecoder:
         accepted = inspect.signature(model.forward).parameters
         self._has_positions = "position_ids" in accepted
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.24
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64)
         # Whether logits are the output embedding of the last hidden states and nothing else.
@@ -150,12 +151,12 @@ class TransformersDecoder:
         out = self.model(
             input_ids=tokens,
             attention_mask=self._mask,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
             **options,
             **self._keep_last,
         )
-        self._cache = out.past_key_values
+        self._cache = getattr(out, self._cache_name)
         last: Tensor = out.logits[:, -1]
         return last
 

@@ -184,7 +184,8 @@ def _scores(model: Any, batch: PackedBatch, temperature: float, packs: bool, pla
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
     """Last hidden states [tokens, D]; rows are computed one by one if the model does not support packed sequences."""
     bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
-    packed = {"packed": batch.layout, "recomputed": model.is_gradient_checkpointing} if packs else {}
+    # In training mode are only models whose layers are computed again.
+    packed = {"packed": batch.layout, "recomputed": model.training} if packs else {}
     out = []
     for begin, end in pairwise(bounds):
         ids = batch.input_ids[:, begin:end]
@@ -353,4 +354,6 @@ def _checkpoint(model: Any) -> None:
             module.attention_dropout = 0.0
     # Checkpointing acts in training mode only; dropout, the other thing the mode switches, was just set to 0.
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": keeping})
+    new = "activation_checkpointing_enable"  # since transformers 5.23
+    enable = getattr(model, new if hasattr(model, new) else "gradient_checkpointing_enable")
+    enable({"use_reentrant": False, "context_fn": keeping})

@@ -90,7 +90,8 @@ def test_bytes_per_token_are_those_that_a_prefill_stores(kind, decoder, start):
     found = policy.engine.decoder
     assert decoder is None or isinstance(found, decoder)
     with torch.no_grad():
-        stored = model(input_ids=torch.arange(3, 9, device=model.device)[None], use_cache=True).past_key_values
+        out = model(input_ids=torch.arange(3, 9, device=model.device)[None], use_cache=True)
+    stored = out.cache if hasattr(out, "cache") else out.past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in stored.layers)
     assert held == 6 * found.cached_bytes
 

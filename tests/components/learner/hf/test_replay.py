@@ -5,6 +5,7 @@ import torch
 
 from creditgraph.components.learner.hf.learner import HFLearner
 from creditgraph.components.learner.hf.model import LearnerModel
+from creditgraph.components.learner.lora import Lora
 from creditgraph.components.learner.packing.pack import pack
 from creditgraph.components.learner.step import RolloutTraining
 from creditgraph.pipeline.core.component import Context, ModelSpec
@@ -184,10 +185,11 @@ def trained(folder, experts, **settings):
     return training.run(), learner
 
 
-def test_training_replays_the_experts_of_rows_that_have_them_and_counts_their_tokens(folder):
+@pytest.mark.parametrize("rank", [0, 2])  # of adapters, which begin as nothing
+def test_training_replays_the_experts_of_rows_that_have_them_and_counts_their_tokens(folder, rank):
     rows = [x.flatten() for x in chosen_experts()]
     some = Jagged.from_rows([rows[0], torch.zeros(0, dtype=torch.int64), rows[2]], torch.uint8)
-    result = trained(folder, some, share_prefixes=False)[0]
+    result = trained(folder, some, share_prefixes=False, lora=Lora(rank=rank))[0]
     expected = loop(model_of("Qwen3Moe"), chosen_experts()).detach()
     own = loop(model_of("Qwen3Moe"), None).detach()
     torch.testing.assert_close(result.logprobs.row(0), expected[:4], atol=2e-5, rtol=0)
