@@ -184,7 +184,7 @@ def _scores(model: Any, batch: PackedBatch, temperature: float, packs: bool, pla
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
     """Last hidden states [tokens, D]; rows are computed one by one if the model does not support packed sequences."""
     bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
-    # In training mode are only models whose layers are computed again.
+    # Only models whose layers are recomputed are in training mode (see _checkpoint).
     packed = {"packed": batch.layout, "recomputed": model.training} if packs else {}
     out = []
     for begin, end in pairwise(bounds):

@@ -1,5 +1,6 @@
 """The newest transformers that the extra `train` takes; .venv has an older one, which the engines in it ask for."""
 
+import json
 import os
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def test_a_run_has_the_same_bytes(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert "FutureWarning" not in done.stderr
+        first = json.loads((folder / "runs/r/metrics.jsonl").read_text().splitlines()[0])
+        assert first["learner/grad_norm"] > 0
         found.append((folder / "runs/r/checkpoints/000001/tensors.safetensors").read_bytes())
     assert found[0] == found[1]
 
