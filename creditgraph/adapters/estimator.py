@@ -34,7 +34,7 @@ class Estimator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # SkyRL sends estimators to other processes; each builds its own graph.
-        return _rebuilt, (self.graph, self.overrides, self.states)
+        return _rebuilt, (type(self), self.graph, self.overrides, self.states)
 
     @property
     def credit(self) -> CreditGraph:
@@ -50,6 +50,7 @@ class Estimator:
         response_mask: Tensor,
         index: Any = None,
         values: Tensor | None = None,
+        tokens: Tensor | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of responses.
@@ -58,21 +59,27 @@ class Estimator:
             token_level_rewards, response_mask: [N, T].
             index: N ids of prompts; without them each row is a group of its own.
             values: [N, T], for graphs with a critic; returns are then advantages plus values, else the advantages.
+            tokens: [N, T], ids of the responses, where the trainer passes them.
             given: further arguments of the trainer, for `states`.
         """
         group = range(len(response_mask)) if index is None else index
         arguments = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "index": index}
         states = None if self.states is None else self.states(**arguments, values=values, **given)
         rollouts = Rollouts(
-            mask=response_mask, rewards=token_level_rewards, group=list(group), states=states, values=values
+            mask=response_mask,
+            rewards=token_level_rewards,
+            group=list(group),
+            tokens=tokens,
+            states=states,
+            values=values,
         )
         advantages = self.credit(rollouts)
         returns = advantages if values is None else advantages + torch.where(response_mask != 0, values, 0.0)
         return advantages, returns
 
 
-def _rebuilt(graph: str, overrides: tuple[str, ...], states: States | None) -> Estimator:
-    return Estimator(graph, *overrides, states=states)
+def _rebuilt(kind: type[Estimator], graph: str, overrides: tuple[str, ...], states: States | None) -> Estimator:
+    return kind(graph, *overrides, states=states)
 
 
 class Loss:
@@ -87,7 +94,7 @@ class Loss:
         self._settings: ObjectiveSettings | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Loss, (self.graph, *self.overrides)
+        return type(self), (self.graph, *self.overrides)
 
     @property
     def settings(self) -> ObjectiveSettings:

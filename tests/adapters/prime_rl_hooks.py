@@ -1,0 +1,122 @@
+"""Scores episodes of verifiers by credit graphs as prime-rl does; runs in the environment .venv-verifiers.
+
+    python prime_rl_hooks.py RESULT.json
+
+In PYTHONPATH are prime-rl's sources (src and packages/prime-rl-configs/src), or tests/adapters/prime_rl_stand_in.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import prime_rl.trainer.rl.loss as prime_loss
+import torch
+from prime_rl.orchestrator.algo import ALGORITHM_CLASSES, build_algorithm
+from verifiers.v1.configs.agent import WireAgentConfig
+from verifiers.v1.episode import WireEpisode
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.task import WireTaskData
+from verifiers.v1.trace import AgentInfo, Reward, TraceTask, WireTrace
+from verifiers.v1.types import AssistantMessage, UserMessage
+
+from creditgraph.adapters.prime_rl import algorithm, loss
+from tests.adapters.prime_rl_episodes import READ, REWARDS
+
+REAL = hasattr(prime_loss, "compute_loss")
+
+
+def trace(read, reward, ok=True, task=None):
+    """A question of two tokens, a turn of two, what was read, a turn of one and, without a gap, a turn of two."""
+
+    def node(parent, sampled, token_ids, mask):
+        message = AssistantMessage(content="a") if sampled else UserMessage(content="q")
+        logprobs = [-0.5] * sum(mask)
+        return MessageNode(
+            parent=parent, message=message, sampled=sampled, token_ids=token_ids, mask=mask, logprobs=logprobs
+        )
+
+    return WireTrace(
+        task=task,
+        agent=AgentInfo(config=WireAgentConfig()),
+        nodes=[
+            node(None, False, [5, 6], [False] * 2),
+            node(0, True, [3, 10, 11], [False, True, True]),
+            node(1, False, read, [False] * len(read)),
+            node(2, True, [12], [True]),
+            node(0, True, [13, 14], [True] * 2),
+        ],
+        rewards={"right": Reward(score=reward, weight=1.0)},
+        is_completed=True,
+        ok=ok,
+    )
+
+
+def episodes():
+    """Four episodes of a group, and one that failed."""
+    task = TraceTask(type="Sums", key="sum", data=WireTaskData(idx=0, prompt="q"))
+    rows = [(read, reward, True) for read, reward in zip(READ, REWARDS, strict=True)] + [([7], 9.0, False)]
+    return [WireEpisode(task=task, traces=[trace(*row, task)], ok=row[2]) for row in rows]
+
+
+def scored(name, *overrides):
+    """Advantages of each node of the traces; None where the algorithm left them."""
+    if name != "grpo's own":
+        ALGORITHM_CLASSES["grpo"] = algorithm(name, *overrides)
+    config = SimpleNamespace(type="grpo", action_loss_type="rl", length_penalty=None)
+    made = episodes()
+    asyncio.run(build_algorithm(config, None).finalize_group(made))
+    return [[node.advantages for node in episode.traces[0].nodes] for episode in made]
+
+
+def losses(batch):
+    """prime-rl's loss of a batch of samples: by sample, in one call of its own function where its sources are there."""
+    logprobs = torch.tensor(batch["logprobs"], requires_grad=True)
+    rows = [torch.tensor(batch[name]) for name in ("old", "advantages", "mask")]
+    if not REAL:
+        total = sum(
+            loss(prime_loss.LossInputs(p, old, None, advantage, mask), graph="grpo").loss
+            for p, old, advantage, mask in zip(logprobs, *rows, strict=True)
+        )
+        total = total / int(rows[2].sum())
+    else:
+        from prime_rl.configs.trainer import CustomLossConfig
+
+        config = CustomLossConfig(import_path="creditgraph.adapters.prime_rl.loss", kwargs={"graph": "grpo"})
+        none = (None, None, None)
+        total, _ = prime_loss.compute_loss(
+            list(logprobs),
+            list(rows[0]),
+            None,
+            list(rows[1]),
+            list(rows[2]),
+            *none,
+            prime_loss.setup_rl_loss_fn(config),
+            int(rows[2].sum()),
+            1,
+            1,
+        )
+    total.backward()
+    return [total.item(), logprobs.grad.tolist()]
+
+
+def main():
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(3, 5, generator=generator)
+    batch = {
+        "old": old.tolist(),
+        "logprobs": (old + 0.3 * torch.randn(3, 5, generator=generator)).tolist(),
+        "advantages": torch.randn(3, 5, generator=generator).tolist(),
+        "mask": [[True, True, False, True, True], [True, True, True, False, False], [False, True, True, True, True]],
+    }
+    out = {"real": REAL, "batch": batch, "loss": losses(batch)}
+    if REAL:
+        out["grpo's own"] = scored("grpo's own")
+    for name in ("drgrpo", "gigpo"):
+        out[name] = scored(name)
+    Path(sys.argv[1]).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Runs SkyRL's own trainer step, registries and reductions on credit graphs; in the environment .venv-verl.
+
+python skyrl_hooks.py BATCH.json RESULT.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import ray
+import torch
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
+from skyrl.backends.skyrl_train.utils.ppo_utils import (
+    PolicyLossRegistry,
+    apply_loss_reduction_to_advantages_minibatch,
+    sync_registries,
+)
+from skyrl.train.config import AlgorithmConfig
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+from skyrl.train.trainer import RayPPOTrainer
+
+from creditgraph.adapters.skyrl import CreditTrainer, check, register, register_all
+
+
+def batch_of(given):
+    """The trainer's batch, padded on the left, with one row that only fills it."""
+    sequences, attention, response_mask, rewards, loss_mask, logprobs, _ = convert_prompts_responses_to_batch_tensors(
+        SimpleNamespace(pad_token_id=0),
+        given["prompts"],
+        given["responses"],
+        given["rewards"],
+        given["masks"],
+        given["logprobs"],
+    )
+    batch = TrainingInputBatch(
+        {
+            "sequences": sequences,
+            "attention_mask": attention,
+            "response_mask": response_mask,
+            "rewards": rewards,
+            "loss_mask": loss_mask,
+            "rollout_logprobs": logprobs,
+            "values": None,
+        }
+    )
+    batch.metadata = {"uids": list(given["uid"]), "avg_response_length": 1.0}
+    return pad_training_input_batch(batch, 1)
+
+
+def settings(step_wise=False, **algorithm):
+    """The part of SkyRL's settings that this step reads."""
+    return SimpleNamespace(
+        trainer=SimpleNamespace(algorithm=AlgorithmConfig(**algorithm)),
+        generator=SimpleNamespace(step_wise_trajectories=step_wise),
+    )
+
+
+def trainer_of(kind, name):
+    """A trainer with what the step from rewards to advantages reads of it."""
+    trainer = object.__new__(kind)
+    trainer.cfg = settings(advantage_estimator=name)
+    trainer.all_metrics = {}
+    return trainer
+
+
+def said(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def in_another_process(name):
+    """The class of the loss that a worker of SkyRL gets under a name."""
+    return type(PolicyLossRegistry.get(name)).__name__
+
+
+def start_ray(tries=3):
+    """Ray gives its node 30 seconds, which are not enough on a machine that is busy with other tests."""
+    try:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    except Exception:
+        if tries == 1:
+            raise
+        ray.shutdown()
+        start_ray(tries - 1)
+
+
+def main():
+    given = json.loads(Path(sys.argv[1]).read_text())
+    register_all()
+    register("gigpo", "advantage.omega=0.5", name="mine")
+    out = {}
+
+    def advantages(name, kind=CreditTrainer):
+        batch = trainer_of(kind, name).compute_advantages_and_returns(batch_of(given))
+        return batch["advantages"].tolist()
+
+    for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "mine", "creditgraph:srpo"):
+        out[name] = said(lambda name=name: advantages(name))
+    out["plain trainer"] = said(lambda: advantages("creditgraph:mt_grpo", RayPPOTrainer))
+    chosen = {
+        "grpo": {"advantage_estimator": "grpo"},
+        "mt_grpo, p_trace": {"advantage_estimator": "creditgraph:mt_grpo", "policy_loss_type": "creditgraph:p_trace"},
+        "step-wise": {"advantage_estimator": "creditgraph:mt_grpo", "step_wise": True},
+        "srpo": {"advantage_estimator": "creditgraph:srpo"},
+        "loss of grpo_lambda": {"policy_loss_type": "creditgraph:grpo_lambda"},
+    }
+    for name, options in chosen.items():
+        out[f"check {name}"] = said(lambda options=options: check(settings(**options)))
+    batch = batch_of(given)
+    config = AlgorithmConfig(policy_loss_type="regular")
+    old = batch["rollout_logprobs"]
+    for reduction in ("token_mean", "sequence_mean"):
+        scaled = apply_loss_reduction_to_advantages_minibatch(
+            torch.tensor(given["advantages"]), batch["loss_mask"], reduction, len(old), old.shape[1]
+        )
+        for name in ("regular", "creditgraph:grpo", "creditgraph:p_trace", "creditgraph:s_trace"):
+
+            def loss(name=name, scaled=scaled):
+                logprobs = (old + torch.tensor(given["moved"])).requires_grad_()
+                policy_loss = PolicyLossRegistry.get(name)
+                value, metrics = policy_loss(logprobs, old, scaled, config, batch["loss_mask"], old)
+                value.backward()
+                return [value.item(), logprobs.grad.tolist(), sorted(metrics)]
+
+            out[f"{name} {reduction}"] = said(loss)
+    start_ray()
+    sync_registries()
+    remote = ray.remote(in_another_process)
+    out["in a worker"] = ray.get(remote.remote("creditgraph:p_trace"))
+    Path(sys.argv[2]).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

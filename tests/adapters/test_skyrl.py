@@ -1,0 +1,161 @@
+"""SkyRL's own functions call credit graphs through its registries and its trainer's step, in verl's environment."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from creditgraph.adapters.estimator import Loss
+from creditgraph.pipeline import ROOT
+from tests.adapters import slow
+
+HERE = Path(__file__).parent
+PYTHON = ROOT.parent / ".venv-verl/bin/python"
+LENGTHS = [6, 5, 7, 4]
+WIDTH = max(LENGTHS)
+MASKS = [[1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1]]
+UID = ["a", "b", "a", "b"]
+REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at its last token
+# What the environment wrote in the gap before the second turn: rows 0 and 2 of group "a" read the same.
+GAPS = [[7, 7], [8], [7], [9]]
+# The graphs whose loss a hook with parts of a batch can call.
+LOSSES = [
+    "cispo",
+    "dapo",
+    "drgrpo",
+    "fipo",
+    "gae_turns",
+    "gigpo",
+    "grpo",
+    "grpo_lambda",
+    "grpo_turns",
+    "gspo",
+    "hicra",
+    "maxrl",
+    "mt_grpo",
+    "p_trace",
+    "ppo",
+    "turn_ppo",
+    "vapo",
+]
+
+
+def right(rows):
+    """Rows in a tensor that is padded on the left."""
+    return torch.tensor([[0.0] * (WIDTH - len(row)) + list(row) for row in rows])
+
+
+@pytest.fixture(scope="module")
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    rewards, responses = [], []
+    for mask, given, gap in zip(MASKS, REWARDS, GAPS, strict=True):
+        row, tokens, ends = [0.0] * len(mask), [5] * len(mask), [end for _, end in slow.turns([mask])[0]]
+        for end, reward in zip(ends, given, strict=True):
+            row[end - 1] = reward
+        tokens[ends[0] : ends[0] + len(gap)] = gap
+        rewards.append(row)
+        responses.append(tokens)
+    return {
+        "prompts": [[1, 2], [1, 2, 3, 4], [1, 2], [1, 2, 3, 4]],
+        "responses": responses,
+        "rewards": rewards,
+        "masks": MASKS,
+        "uid": UID,
+        "logprobs": [(-torch.rand(n, generator=generator)).tolist() for n in LENGTHS],
+        # With the row that SkyRL adds to fill a batch.
+        "advantages": torch.randn(5, WIDTH, generator=generator).tolist(),
+        "moved": (0.3 * torch.randn(5, WIDTH, generator=generator)).tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(batch, tmp_path_factory):
+    if not PYTHON.exists():
+        pytest.skip("no SkyRL: tools/other_environment verl")
+    folder = tmp_path_factory.mktemp("skyrl")
+    (folder / "batch.json").write_text(json.dumps(batch))
+    given = {"PYTHONPATH": os.pathsep.join([str(ROOT.parent), str(HERE / "skyrl_python")])}
+    command = [PYTHON, HERE / "skyrl_hooks.py", folder / "batch.json", folder / "out.json"]
+    done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.slow
+def test_advantages_of_a_batch_padded_on_the_left_equal_loops(found):
+    padded = [mask + [0] * (WIDTH - len(mask)) for mask in MASKS]
+    totals = [sum(rewards) for rewards in REWARDS]
+    # Without states of one's own, the state of a turn is what was read since the turn before.
+    read = [["start", " ".join(map(str, gap))] for gap in GAPS]
+    expected = {
+        "creditgraph:grpo": slow.grpo(padded, totals, UID),
+        "creditgraph:gigpo": slow.gigpo(padded, REWARDS, UID, read, omega=1.0),
+        "mine": slow.gigpo(padded, REWARDS, UID, read, omega=0.5),
+    }
+    for name, advantages in expected.items():
+        got = torch.tensor(found[name])
+        rows = right([row[:n] for row, n in zip(advantages, LENGTHS, strict=True)])
+        torch.testing.assert_close(got[:4], rows, atol=1e-6, rtol=1e-6)
+        assert not got[4].any(), "the row that fills the batch"
+    # SkyRL's own divides by the unbiased deviation, and covers what the environment wrote too.
+    own = torch.tensor(found["grpo"])[:4] * right(MASKS) * 2**0.5
+    torch.testing.assert_close(own, torch.tensor(found["creditgraph:grpo"])[:4], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_what_cannot_run_there_says_so_before_a_model_is_loaded(found):
+    assert "expected one sampler of independent responses" in found["creditgraph:srpo"]
+    assert "return a CreditTrainer of that module" in found["plain trainer"]
+    assert found["check grpo"] is None
+    assert found["check mt_grpo, p_trace"] is None
+    assert found["check srpo"] == found["creditgraph:srpo"]
+    assert "step_wise_trajectories=true SkyRL spreads one number" in found["check step-wise"]
+    assert "bounds advantages at -0.1, but SkyRL has divided them" in found["check loss of grpo_lambda"]
+    assert "its loss needs entropies" in found["creditgraph:s_trace token_mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_the_clipped_objective_equals_skyrls_own(found, reduction):
+    loss, gradient, metrics = found[f"creditgraph:grpo {reduction}"]
+    theirs = found[f"regular {reduction}"]
+    assert loss == pytest.approx(theirs[0], abs=1e-6)
+    torch.testing.assert_close(torch.tensor(gradient), torch.tensor(theirs[1]), atol=1e-6, rtol=1e-6)
+    assert "ratio_mean" in metrics
+    assert found[f"creditgraph:p_trace {reduction}"][1] != gradient
+
+
+@pytest.mark.slow
+def test_a_worker_of_ray_gets_the_loss_from_the_registry(found):
+    assert found["in a worker"] == "SkyRLLoss"
+
+
+@pytest.mark.parametrize("graph", LOSSES)
+def test_a_loss_does_not_see_where_padding_is_and_scales_with_its_advantages(graph):
+    loss = Loss(graph)
+    generator = torch.Generator().manual_seed(1)
+    old = -torch.rand(4, WIDTH, generator=generator)
+    logprobs = old + 0.4 * torch.randn(4, WIDTH, generator=generator)
+    advantages = torch.randn(4, WIDTH, generator=generator)
+    mask = torch.tensor([row + [0] * (WIDTH - len(row)) for row in MASKS])
+
+    def step(scale=1.0, shifts=(0, 0, 0, 0)):
+        def moved(x):
+            return torch.stack([row.roll(by) for row, by in zip(x, shifts, strict=True)])
+
+        leaf = logprobs.clone().requires_grad_()
+        terms, _ = loss(moved(leaf), moved(old), scale * moved(advantages), moved(mask))
+        terms.sum().backward()
+        return terms.sum().detach(), leaf.grad
+
+    padded_left = step(shifts=[WIDTH - n for n in LENGTHS])
+    torch.testing.assert_close(padded_left, step(), atol=1e-6, rtol=1e-6)
+    larger = tuple(x / 3 for x in step(scale=3.0))
+    if graph != "grpo_lambda":
+        torch.testing.assert_close(larger, step(), atol=1e-6, rtol=1e-5)
+    else:  # it bounds them, so SkyRL's adapter refuses it
+        assert (larger[1] - step()[1]).abs().max() > 0.01
