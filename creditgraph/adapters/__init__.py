@@ -1,1 +1,1 @@
-"""Credit graphs inside other trainers: `creditgraph.adapters.trl`, `.verl`, `.skyrl`, `.prime_rl`."""
+"""Credit graphs inside other trainers: `creditgraph.adapters.trl`, `.verl`, `.skyrl`, `.prime_rl`, `.slime`."""

@@ -1,0 +1,115 @@
+"""Credit graphs in slime, by its hooks; all settings stand in the file that `--custom-config-path` names:
+
+    creditgraph: gigpo
+    creditgraph_overrides: [advantage.omega=0.5]
+    custom_reward_post_process_path: creditgraph.adapters.slime.credit
+    custom_advantage_function_path: creditgraph.adapters.slime.advantages
+
+The first hook sees the whole batch and credits it, the second runs on each rank and passes the rank's part on. A third
+one is the graph's loss:
+
+    loss_type: custom_loss
+    custom_loss_function_path: creditgraph.adapters.slime.loss
+
+slime passes token ids, loss masks and log-probs, no values. Run by hand with slime at commit 624b824a8, which no
+package index has.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from creditgraph.adapters.estimator import Loss
+from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.rows import Rollouts
+from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.core.jagged import Jagged
+
+
+@cache
+def _graph(graph: str, *overrides: str) -> CreditGraph:
+    return CreditGraph(graph, *overrides)
+
+
+@cache
+def _loss(graph: str, *overrides: str) -> Loss:
+    return Loss(graph, *overrides)
+
+
+def _chosen(args: Any) -> tuple[str, ...]:
+    if not getattr(args, "creditgraph", None):
+        raise ConfigError(
+            "slime: no graph is chosen; put `creditgraph: grpo` or another graph into the file of --custom-config-path."
+        )
+    return args.creditgraph, *(getattr(args, "creditgraph_overrides", None) or ())
+
+
+def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
+    """slime's rewards, and in place of its normalised rewards the advantages of each sample's response [tokens]."""
+    raw = [sample.get_reward_value(args) for sample in samples]
+    if any(sample.group_index is None for sample in samples):
+        raise DataError("slime: a sample has no group_index, so what it is compared with is unknown; set it.")
+    lengths = [sample.response_length for sample in samples]
+    masks = [
+        [0] * n if s.remove_sample else [1] * n if s.loss_mask is None else s.loss_mask
+        for s, n in zip(samples, lengths, strict=True)
+    ]
+    tokens = [sample.tokens[len(sample.tokens) - n :] for sample, n in zip(samples, lengths, strict=True)]
+    rollouts = Rollouts(
+        mask=Jagged.from_rows(masks, torch.int64).to_padded(),
+        rewards=torch.tensor([torch.nan if reward is None else float(reward) for reward in raw]),
+        group=[sample.group_index for sample in samples],
+        tokens=Jagged.from_rows(tokens, torch.int64).to_padded(),
+    )
+    rows = _graph(*_chosen(args))(rollouts)
+    return raw, [row[:n] for row, n in zip(rows, lengths, strict=True)]
+
+
+def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Sets a rank's "advantages" and "returns" from what `credit` put in the place of rewards."""
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    rows = rollout_data["rewards"]
+    if not all(isinstance(row, Tensor) for row in rows):
+        raise ConfigError(
+            "slime: the rewards are no advantages of tokens; set custom_reward_post_process_path: "
+            "creditgraph.adapters.slime.credit in the file of --custom-config-path too."
+        )
+    lengths = zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True)
+    parts = [
+        slice_log_prob_with_cp(row.to(kl.device), *both)
+        for row, kl, both in zip(rows, rollout_data["kl"], lengths, strict=True)
+    ]
+    rollout_data["advantages"], rollout_data["returns"] = parts, parts
+
+
+def loss(args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The graph's objective on a micro-batch, with slime's aggregation."""
+    from megatron.core import mpu
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
+
+    extra = {name for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm") if getattr(args, name, None)}
+    if mpu.get_context_parallel_world_size() > 1:
+        extra.add("context_parallel_size")
+    if extra:
+        raise ConfigError(f"slime: the loss of a graph has no part for {', '.join(sorted(extra))}; leave it off.")
+    _, found = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        **get_rollout_top_p_logprob_kwargs(args, batch),
+    )
+    new = Jagged.from_rows(found["log_probs"])
+    given = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    old = Jagged.from_rows(given) if given else new.with_values(new.values.detach())
+    rows = (new, old, Jagged.from_rows(batch["advantages"]), Jagged.from_rows(batch["loss_masks"]))
+    padded, metrics = _loss(*_chosen(args))(*(row.to_padded() for row in rows))
+    losses = padded[torch.arange(padded.shape[1], device=padded.device) < new.lengths.unsqueeze(1)]
+    total = sum_of_sample_mean(losses)
+    # slime adds up what it logs over micro-batches, as sums over samples.
+    logged = {name: sum_of_sample_mean(torch.full_like(losses.detach(), value)) for name, value in metrics.items()}
+    return total, {"loss": total.detach()} | logged

@@ -1,0 +1,125 @@
+"""Calls the hooks of the slime adapter as slime does, with one rank.
+
+    python slime_hooks.py RESULT.json
+
+In PYTHONPATH are slime's sources, or tests/adapters/slime_stand_in.
+"""
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import slime.backends.megatron_utils.loss as slime_loss
+import torch
+from megatron.core import mpu
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from slime.utils.types import Sample
+
+from creditgraph.adapters import slime as adapter
+
+REAL = hasattr(slime_loss, "compute_advantages_and_returns")
+ARGS = {
+    "custom_advantage_function_path": "creditgraph.adapters.slime.advantages",
+    "reward_key": None,
+    "use_rollout_logprobs": False,
+    "kl_coef": 0.0,
+    "use_opd": False,
+    "normalize_advantages": False,
+    "rollout_top_p": 1.0,
+    "rollout_temperature": 1.0,
+    "log_probs_chunk_size": -1,
+    "allgather_cp": False,
+    "advantage_estimator": "grpo",
+    "use_opsm": False,
+    "get_mismatch_metrics": False,
+    "use_tis": False,
+    "use_kl_loss": False,
+    "entropy_coef": 0.0,
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.2,
+    "eps_clip_c": None,
+    "calculate_per_token_loss": False,
+}
+
+
+def samples(given):
+    """Samples with two tokens of prompt."""
+    rows = zip(given["responses"], given["masks"], given["rewards"], given["groups"], strict=True)
+    return [
+        Sample(
+            group_index=group,
+            index=i,
+            tokens=[1, 2, *response],
+            response_length=len(response),
+            reward=reward,
+            loss_mask=mask,
+            remove_sample=i == given["removed"],
+        )
+        for i, (response, mask, reward, group) in enumerate(rows)
+    ]
+
+
+def said(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def step(given, args, rows):
+    """What a rank gets of the advantages, and losses with their gradients."""
+    lengths = [len(r) for r in given["responses"]]
+    totals = [n + 2 for n in lengths]
+    tokens = [torch.tensor([1, 2, *r]) for r in given["responses"]]
+    masks = [torch.tensor([0] * n if m is None else m) for n, m in zip(lengths, given["trained"], strict=True)]
+    logits = torch.tensor(given["logits"]).unsqueeze(0)
+    rank = {
+        "rewards": rows,
+        "total_lengths": totals,
+        "response_lengths": lengths,
+        "loss_masks": masks,
+        "log_probs": [torch.tensor(row) for row in given["old"]],
+        "kl": [torch.zeros(n) for n in lengths],
+    }
+    if REAL:
+        slime_loss.compute_advantages_and_returns(args, rank)
+    else:
+        adapter.advantages(args, rank)
+    batch = rank | {"unconcat_tokens": tokens}
+    mean = get_sum_of_sample_mean(totals, lengths, masks, [m.sum().clamp(min=1) for m in masks], False)
+    out = {"advantages": [row.tolist() for row in rank["advantages"]]}
+    functions = {"ours": adapter.loss} | ({"theirs": slime_loss.policy_loss_function} if REAL else {})
+    for name, function in functions.items():
+        leaf = logits.clone().requires_grad_()
+        total, logged = function(args, batch, leaf, mean)
+        total.backward()
+        out[name] = [total.item(), leaf.grad[0].tolist(), {key: float(value) for key, value in logged.items()}]
+    return out
+
+
+def main():
+    given = json.loads(Path(sys.argv[1]).read_text())
+    if REAL:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        mpu.initialize_model_parallel()
+    out = {"real": REAL}
+    for graph, overrides in {"grpo": None, "gigpo": ["advantage.omega=0.5"]}.items():
+        args = Namespace(**ARGS, creditgraph=graph, creditgraph_overrides=overrides)
+        raw, rows = adapter.credit(args, samples(given))
+        out[graph] = {"raw": raw, "rows": [row.tolist() for row in rows], **step(given, args, rows)}
+    args = Namespace(**ARGS)
+    out["no graph"] = said(lambda: adapter.credit(args, samples(given)))
+    out["no credit"] = said(lambda: adapter.advantages(args, {"rewards": [0.5, 1.0]}))
+    args = Namespace(**(ARGS | {"use_kl_loss": True}), creditgraph="grpo")
+    out["kl"] = said(lambda: adapter.loss(args, {}, torch.zeros(1), None))
+    lost = samples(given)
+    lost[1].group_index = None
+    out["no group"] = said(lambda: adapter.credit(args, lost))
+    Path(sys.argv[2]).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""A sample."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Sample:
+    """A response with its reward."""
+
+    group_index: int | None = None
+    index: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    response_length: int = 0
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    remove_sample: bool = False
+
+    def get_reward_value(self, args):
+        """The reward, or the one of them that a setting names."""
+        return self.reward[args.reward_key] if args.reward_key else self.reward
