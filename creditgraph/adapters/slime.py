@@ -87,14 +87,13 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
 def loss(args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The graph's objective on a micro-batch, with slime's aggregation."""
-    from megatron.core import mpu
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_rollout_top_p_logprob_kwargs
 
-    extra = {name for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm") if getattr(args, name, None)}
-    if mpu.get_context_parallel_world_size() > 1:
-        extra.add("context_parallel_size")
+    extra = [name for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm") if getattr(args, name)]
+    if args.context_parallel_size > 1:
+        extra.append("context_parallel_size")
     if extra:
-        raise ConfigError(f"slime: the loss of a graph has no part for {', '.join(sorted(extra))}; leave it off.")
+        raise ConfigError(f"slime: the loss of a graph has no part for {', '.join(extra)}; leave it off.")
     _, found = get_log_probs_and_entropy(
         logits,
         args=args,

@@ -6,14 +6,12 @@ In PYTHONPATH are slime's sources, or tests/adapters/slime_stand_in.
 """
 
 import json
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import slime.backends.megatron_utils.loss as slime_loss
 import torch
-from megatron.core import mpu
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.types import Sample
 
@@ -41,6 +39,7 @@ ARGS = {
     "eps_clip_high": 0.2,
     "eps_clip_c": None,
     "calculate_per_token_loss": False,
+    "context_parallel_size": 1,
 }
 
 
@@ -102,7 +101,8 @@ def step(given, args, rows):
 def main():
     given = json.loads(Path(sys.argv[1]).read_text())
     if REAL:
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+        from megatron.core import mpu
+
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
         mpu.initialize_model_parallel()
     out = {"real": REAL}
@@ -113,7 +113,7 @@ def main():
     args = Namespace(**ARGS)
     out["no graph"] = said(lambda: adapter.credit(args, samples(given)))
     out["no credit"] = said(lambda: adapter.advantages(args, {"rewards": [0.5, 1.0]}))
-    args = Namespace(**(ARGS | {"use_kl_loss": True}), creditgraph="grpo")
+    args = Namespace(**(ARGS | {"use_kl_loss": True, "context_parallel_size": 2}), creditgraph="grpo")
     out["kl"] = said(lambda: adapter.loss(args, {}, torch.zeros(1), None))
     lost = samples(given)
     lost[1].group_index = None
