@@ -18,6 +18,7 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (
 )
 from skyrl.train.config import AlgorithmConfig
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.trainer import RayPPOTrainer
 
 from creditgraph.adapters.skyrl import CreditTrainer, check, register, register_all
@@ -46,6 +47,10 @@ def batch_of(given):
     )
     batch.metadata = {"uids": list(given["uid"]), "avg_response_length": 1.0}
     return pad_training_input_batch(batch, 1)
+
+
+class AsynchronousTrainer(CreditTrainer, FullyAsyncRayPPOTrainer):
+    """As docs/trainers.md has it."""
 
 
 def settings(step_wise=False, **algorithm):
@@ -99,6 +104,7 @@ def main():
 
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "mine", "creditgraph:srpo"):
         out[name] = said(lambda name=name: advantages(name))
+    out["asynchronous"] = said(lambda: advantages("creditgraph:gigpo", AsynchronousTrainer))
     out["plain trainer"] = said(lambda: advantages("creditgraph:mt_grpo", RayPPOTrainer))
     chosen = {
         "grpo": {"advantage_estimator": "grpo"},

@@ -101,6 +101,7 @@ def test_advantages_of_a_batch_padded_on_the_left_equal_loops(found):
         rows = right([row[:n] for row, n in zip(advantages, LENGTHS, strict=True)])
         torch.testing.assert_close(got[:4], rows, atol=1e-6, rtol=1e-6)
         assert not got[4].any(), "the row that fills the batch"
+    assert found["asynchronous"] == found["creditgraph:gigpo"]
     # SkyRL's own divides by the unbiased deviation, and covers what the environment wrote too.
     own = torch.tensor(found["grpo"])[:4] * right(MASKS) * 2**0.5
     torch.testing.assert_close(own, torch.tensor(found["creditgraph:grpo"])[:4], atol=1e-4, rtol=1e-4)
