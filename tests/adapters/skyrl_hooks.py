@@ -24,6 +24,12 @@ from skyrl.train.trainer import RayPPOTrainer
 from creditgraph.adapters.skyrl import CreditTrainer, check, register, register_all
 
 
+def right_aligned(rows):
+    """As SkyRL holds what belongs to the tokens of responses."""
+    width = max(map(len, rows))
+    return torch.tensor([[0.0] * (width - len(row)) + row for row in rows])
+
+
 def batch_of(given):
     """The trainer's batch, padded on the left, with one row that only fills it."""
     sequences, attention, response_mask, rewards, loss_mask, logprobs, _ = convert_prompts_responses_to_batch_tensors(
@@ -42,7 +48,7 @@ def batch_of(given):
             "rewards": rewards,
             "loss_mask": loss_mask,
             "rollout_logprobs": logprobs,
-            "values": None,
+            "values": right_aligned(given["values"]),
         }
     )
     batch.metadata = {"uids": list(given["uid"]), "avg_response_length": 1.0}
@@ -98,12 +104,12 @@ def main():
     register("gigpo", "advantage.omega=0.5", name="mine")
     out = {}
 
-    def advantages(name, kind=CreditTrainer):
-        batch = trainer_of(kind, name).compute_advantages_and_returns(batch_of(given))
-        return batch["advantages"].tolist()
+    def advantages(name, kind=CreditTrainer, column="advantages"):
+        return trainer_of(kind, name).compute_advantages_and_returns(batch_of(given))[column].tolist()
 
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "mine", "creditgraph:srpo"):
         out[name] = said(lambda name=name: advantages(name))
+    out["ppo"] = [advantages("creditgraph:ppo", column=column) for column in ("advantages", "returns")]
     out["asynchronous"] = said(lambda: advantages("creditgraph:gigpo", AsynchronousTrainer))
     out["plain trainer"] = said(lambda: advantages("creditgraph:mt_grpo", RayPPOTrainer))
     chosen = {

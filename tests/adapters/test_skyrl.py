@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from creditgraph.adapters.estimator import Loss
+from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
 
@@ -66,6 +68,7 @@ def batch():
         "masks": MASKS,
         "uid": UID,
         "logprobs": [(-torch.rand(n, generator=generator)).tolist() for n in LENGTHS],
+        "values": [torch.randn(n, generator=generator).tolist() for n in LENGTHS],
         # With the row that SkyRL adds to fill a batch.
         "advantages": torch.randn(5, WIDTH, generator=generator).tolist(),
         "moved": (0.3 * torch.randn(5, WIDTH, generator=generator)).tolist(),
@@ -105,6 +108,20 @@ def test_advantages_of_a_batch_padded_on_the_left_equal_loops(found):
     # SkyRL's own divides by the unbiased deviation, and covers what the environment wrote too.
     own = torch.tensor(found["grpo"])[:4] * right(MASKS) * 2**0.5
     torch.testing.assert_close(own, torch.tensor(found["creditgraph:grpo"])[:4], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_critic_of_skyrl_is_read_at_the_tokens_of_its_values(found, batch):
+    def left(rows):
+        return torch.tensor([row + [0.0] * (WIDTH - len(row)) for row in rows])
+
+    mask, values = left(MASKS), left(batch["values"])
+    expected = CreditGraph("ppo")(Rollouts(mask=mask, rewards=left(batch["rewards"]), group=UID, values=values))
+    advantages, returns = (torch.tensor(rows)[:4] for rows in found["ppo"])
+    for i, n in enumerate(LENGTHS):
+        torch.testing.assert_close(advantages[i, -n:], expected[i, :n])
+        torch.testing.assert_close(returns[i, -n:], (expected + values * mask)[i, :n])
+        assert not returns[i, :-n].any()
 
 
 @pytest.mark.slow
