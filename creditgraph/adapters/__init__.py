@@ -1,1 +1,1 @@
-"""Credit graphs inside other trainers: `creditgraph.adapters.trl`, `.verl`, `.skyrl`, `.prime_rl`, `.slime`, …"""
+"""Credit graphs inside TRL, verl, SkyRL, prime-rl, slime and NeMo-RL, each in a module of its own."""

@@ -23,6 +23,7 @@ from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_o
 from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry, reduce_loss
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import initialize_ray, validate_cfg
 from torch import Tensor
@@ -116,7 +117,7 @@ class CreditTrainer(RayPPOTrainer):  # type: ignore[misc]
     """SkyRL's trainer; its estimators of credit graphs read the loss mask and the token ids."""
 
     def __init__(self, cfg: SkyRLTrainConfig, *args: Any, **kwargs: Any) -> None:
-        check(cfg)
+        check(cfg, isinstance(self, FullyAsyncRayPPOTrainer))
         super().__init__(cfg, *args, **kwargs)
 
     @torch.no_grad()
@@ -154,8 +155,8 @@ def register_all() -> None:
         register(graph)
 
 
-def check(cfg: SkyRLTrainConfig) -> None:
-    """Raises ConfigError where the chosen graphs cannot run in SkyRL, before a model is loaded."""
+def check(cfg: SkyRLTrainConfig, asynchronous: bool = False) -> None:
+    """Raises ConfigError where the chosen graphs cannot run in a trainer of SkyRL, before a model is loaded."""
     estimator = AdvantageEstimatorRegistry.get(cfg.trainer.algorithm.advantage_estimator)
     if isinstance(estimator, SkyRLEstimator):
         if cfg.generator.step_wise_trajectories:
@@ -166,6 +167,11 @@ def check(cfg: SkyRLTrainConfig) -> None:
         estimator.credit  # noqa: B018 - builds it
     loss = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
     if isinstance(loss, SkyRLLoss):
+        if asynchronous:
+            raise ConfigError(
+                f"{PREFIX}{loss.graph}: SkyRL's asynchronous trainer keeps no policy that the ratios of this loss "
+                "could start from. Set trainer.algorithm.policy_loss_type to rollout_is or dppo."
+            )
         loss.settings  # noqa: B018
 
 

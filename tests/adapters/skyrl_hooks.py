@@ -121,6 +121,8 @@ def main():
     }
     for name, options in chosen.items():
         out[f"check {name}"] = said(lambda options=options: check(settings(**options)))
+    chosen = settings(policy_loss_type="creditgraph:grpo")
+    out["asynchronous loss"] = said(lambda: AsynchronousTrainer(chosen))
     batch = batch_of(given)
     config = AlgorithmConfig(policy_loss_type="regular")
     old = batch["rollout_logprobs"]

@@ -133,6 +133,7 @@ def test_what_cannot_run_there_says_so_before_a_model_is_loaded(found):
     assert found["check srpo"] == found["creditgraph:srpo"]
     assert "step_wise_trajectories=true SkyRL spreads one number" in found["check step-wise"]
     assert "bounds advantages at -0.1, but SkyRL has divided them" in found["check loss of grpo_lambda"]
+    assert "Set trainer.algorithm.policy_loss_type to rollout_is or dppo" in found["asynchronous loss"]
     assert "its loss needs entropies" in found["creditgraph:s_trace token_mean"]
 
 
