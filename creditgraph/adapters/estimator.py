@@ -113,6 +113,11 @@ class Loss:
         return token_losses(inputs, self.settings, mask.shape[1])
 
 
+def settings_of(given: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Overrides as another trainer's settings hold them: none, one, or a list."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
 def check_version(package: str, tested: Sequence[str]) -> None:
     """Warns where the installed version is none of the tested series."""
     version = importlib.metadata.version(package)

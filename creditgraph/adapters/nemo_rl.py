@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.adapters.estimator import settings_of
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError
@@ -31,7 +32,7 @@ class Estimator:
         graph = getattr(estimator_config, "graph", None)
         if not graph:
             raise ConfigError("NeMo-RL: no graph is chosen; set grpo.adv_estimator.graph, to grpo or another graph.")
-        self.credit = CreditGraph(graph, *(getattr(estimator_config, "overrides", None) or ()))
+        self.credit = CreditGraph(graph, *settings_of(getattr(estimator_config, "overrides", None)))
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Any, **given: Any
@@ -42,12 +43,15 @@ class Estimator:
             prompt_ids: [N, L], padded token ids of the prompts; rows of the same prompt are compared.
             rewards: [N].
             mask: [N, T] over prompt and response, not 0 where the policy sampled the token.
-            repeated_batch: has the messages of each row, with their token ids.
+            repeated_batch: with the messages of each row and their token ids under "message_log"; without them, as in
+                `grpo_sync`, states of turns after the first are unknown.
             given: what other estimators read.
         """
-        tokens = torch.zeros(mask.shape, dtype=torch.int64)
-        for row, messages in zip(tokens, repeated_batch["message_log"], strict=True):
-            ids = torch.cat([message["token_ids"] for message in messages])
-            row[: len(ids)] = ids
+        tokens = None
+        if "message_log" in repeated_batch:
+            tokens = torch.zeros(mask.shape, dtype=torch.int64)
+            for row, messages in zip(tokens, repeated_batch["message_log"], strict=True):
+                ids = torch.cat([message["token_ids"] for message in messages])
+                row[: len(ids)] = ids
         group = [tuple(row) for row in prompt_ids.tolist()]
         return self.credit(Rollouts(mask=mask, rewards=rewards, group=group, tokens=tokens))

@@ -17,12 +17,13 @@ prime-rl calls an algorithm with one group of episodes at a time, and the loss w
 of trainer and inference. Run by hand with prime-rl 0.8.0 (commit 559b44772), which no package index has.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from creditgraph.adapters.estimator import Loss
+from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.jagged import Jagged
@@ -57,26 +58,14 @@ def algorithm(graph: str, *overrides: str) -> type:
 
 def rollouts_of(traces: list[Any]) -> Rollouts:
     """Traces of one group as rows, in the order of their nodes."""
-    rows = []
-    for trace in traces:
-        row: list[tuple[int, bool, float]] = []
-        for node in trace.nodes:
-            logprobs = iter(node.logprobs or ())
-            for token, sampled in zip(node.token_ids, node.mask, strict=True):
-                row.append((token, sampled, next(logprobs, torch.nan) if sampled else torch.nan))
-            # Messages sampled one after the other, in two branches say, are two turns.
-            row.append((0, False, torch.nan))
-        rows.append(row)
-    tokens, mask, logprobs = (
-        Jagged.from_rows([[entry[i] for entry in row] for row in rows], kind).to_padded()
-        for i, kind in enumerate((torch.int64, torch.bool, torch.float32))
-    )
+    # A gap after each message: those sampled one after the other, in two branches say, are two turns.
+    tokens = [[token for node in trace.nodes for token in (*node.token_ids, 0)] for trace in traces]
+    mask = [[sampled for node in trace.nodes for sampled in (*node.mask, False)] for trace in traces]
     return Rollouts(
-        mask=mask,
+        mask=Jagged.from_rows(mask, torch.bool).to_padded(),
         rewards=torch.tensor([trace.reward for trace in traces]),
-        group=[0] * len(rows),
-        tokens=tokens,
-        logprobs=logprobs,
+        group=[0] * len(traces),
+        tokens=Jagged.from_rows(tokens, torch.int64).to_padded(),
     )
 
 
@@ -85,12 +74,12 @@ def _loss(graph: str, overrides: tuple[str, ...]) -> Loss:
     return Loss(graph, *overrides)
 
 
-def loss(inputs: Any, graph: str, overrides: tuple[str, ...] = ()) -> Any:
+def loss(inputs: Any, graph: str, overrides: Sequence[str] | str = ()) -> Any:
     """The sum of a sample's token losses, as prime-rl's `LossOutputs`; prime-rl divides by the tokens of the batch."""
     from prime_rl.trainer.rl.loss import LossOutputs
 
     rows = (inputs.trainer_logprobs, inputs.inference_logprobs, inputs.advantages, inputs.loss_mask)
-    losses, metrics = _loss(graph, tuple(overrides))(*(row.unsqueeze(0) for row in rows))
+    losses, metrics = _loss(graph, settings_of(overrides))(*(row.unsqueeze(0) for row in rows))
     if inputs.loss_weights is not None:
         losses = losses * inputs.loss_weights
     return LossOutputs(loss=losses.sum(), metrics={name: torch.tensor(value) for name, value in metrics.items()})

@@ -54,9 +54,9 @@ class SkyRLEstimator(Estimator):
         """As `Estimator`, of rows that are padded on the left; those that only fill the batch get zeros."""
         if self.batch is None:
             raise ConfigError(
-                f"{PREFIX}{self.graph}: SkyRL's estimators are not told which tokens the policy sampled. Start with "
-                "trainer.override_entrypoint=creditgraph.adapters.skyrl, or return a CreditTrainer of that module from "
-                "the get_trainer of your experiment."
+                f"{PREFIX}{self.graph}: SkyRL's estimators do not receive the mask of the sampled tokens. Start "
+                "with trainer.override_entrypoint=creditgraph.adapters.skyrl, or return a CreditTrainer of that module "
+                "from the get_trainer of your experiment."
             )
         rows = len(response_mask) - self.batch.metadata.get("pad_size", 0)
         width = response_mask.shape[1]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from creditgraph.adapters.estimator import Loss
+from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError, DataError
@@ -43,7 +43,7 @@ def _chosen(args: Any) -> tuple[str, ...]:
         raise ConfigError(
             "slime: no graph is chosen; put `creditgraph: grpo` or another graph into the file of --custom-config-path."
         )
-    return args.creditgraph, *(getattr(args, "creditgraph_overrides", None) or ())
+    return args.creditgraph, *settings_of(getattr(args, "creditgraph_overrides", None))
 
 
 def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:

@@ -106,7 +106,7 @@ def main():
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
         mpu.initialize_model_parallel()
     out = {"real": REAL}
-    for graph, overrides in {"grpo": None, "gigpo": ["advantage.omega=0.5"]}.items():
+    for graph, overrides in {"grpo": None, "gigpo": "advantage.omega=0.5"}.items():
         args = Namespace(**ARGS, creditgraph=graph, creditgraph_overrides=overrides)
         raw, rows = adapter.credit(args, samples(given))
         out[graph] = {"raw": raw, "rows": [row.tolist() for row in rows], **step(given, args, rows)}

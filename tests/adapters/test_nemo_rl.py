@@ -63,6 +63,16 @@ def test_advantages_of_responses_and_of_turns_equal_loops(batch):
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-6, rtol=1e-6)
 
 
+def test_without_messages_only_the_state_of_the_first_turn_is_known(batch):
+    mask, groups = batch["mask"].tolist(), [tuple(prompt) for prompt in PROMPTS]
+    runs = slow.turns(mask)
+    rewards = [[0.0] * (len(turns) - 1) + [reward] for turns, reward in zip(runs, REWARDS, strict=True)]
+    states = [["start", *(f"{i}.{k}" for k in range(1, len(turns)))] for i, turns in enumerate(runs)]
+    got = estimator("gigpo").compute_advantage(**batch | {"repeated_batch": {}})
+    expected = torch.tensor(slow.gigpo(mask, rewards, groups, states, omega=1.0))
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+
+
 def test_without_a_graph_it_says_what_to_set():
     with pytest.raises(ConfigError, match=r"set grpo\.adv_estimator\.graph"):
         Estimator(SimpleNamespace(name="grpo"))

@@ -21,6 +21,9 @@ WIDTH = max(LENGTHS)
 MASKS = [[1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1]]
 UID = ["a", "b", "a", "b"]
 REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at its last token
+# By hand: of two rewards the larger has +1, the smaller −1; the first turn has its own and the outcome's, the last the
+# outcome's alone. Group "a": .3 and 0, then 1.3 and 1; group "b": 0 and .25, then .5 and .25.
+MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
 # What the environment wrote in the gap before the second turn: rows 0 and 2 of group "a" read the same.
 GAPS = [[7, 7], [8], [7], [9]]
 # The graphs whose loss a hook with parts of a batch can call.
@@ -104,6 +107,8 @@ def test_advantages_of_a_batch_padded_on_the_left_equal_loops(found):
         rows = right([row[:n] for row, n in zip(advantages, LENGTHS, strict=True)])
         torch.testing.assert_close(got[:4], rows, atol=1e-6, rtol=1e-6)
         assert not got[4].any(), "the row that fills the batch"
+    rows = right([row[:n] for row, n in zip(slow.spread(padded, MT_GRPO), LENGTHS, strict=True)])
+    torch.testing.assert_close(torch.tensor(found["creditgraph:mt_grpo"])[:4], rows, atol=1e-4, rtol=1e-4)
     assert found["asynchronous"] == found["creditgraph:gigpo"]
     # SkyRL's own divides by the unbiased deviation, and covers what the environment wrote too.
     own = torch.tensor(found["grpo"])[:4] * right(MASKS) * 2**0.5

@@ -20,6 +20,9 @@ pytestmark = [
 MASK = [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0, 0]]
 UID = ["a", "b", "a", "b"]
 REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at its last token
+# By hand: of two rewards the larger has +1, the smaller −1; the first turn has its own and the outcome's, the last the
+# outcome's alone. Group "a": .3 and 0, then 1.3 and 1; group "b": 0 and .25, then .5 and .25.
+MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,8 @@ def test_estimators_equal_loops(found, batch):
     }
     for name, advantages in expected.items():
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(advantages), atol=1e-6, rtol=1e-6)
+    turns = torch.tensor(slow.spread(MASK, MT_GRPO))
+    torch.testing.assert_close(torch.tensor(found["creditgraph:mt_grpo"]), turns, atol=1e-4, rtol=1e-4)
     # verl's own divides by the unbiased standard deviation, of two rewards √2 of the other.
     torch.testing.assert_close(
         torch.tensor(found["grpo"]) * 2**0.5, torch.tensor(found["creditgraph:grpo"]), atol=1e-4, rtol=1e-4
