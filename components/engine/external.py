@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +17,10 @@ from creditgraph.components.engine.base import Engine, EnginePolicy, Outputs, Se
 from creditgraph.components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, group_of
 from creditgraph.components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
 from creditgraph.components.engine.rows import Rows
+from creditgraph.components.engine.served.addresses import free_port
 from creditgraph.components.engine.served.dialect import Dialect, ServedModel
+from creditgraph.components.engine.served.parts import Part
+from creditgraph.components.engine.served.process import ServerProcess
 from creditgraph.components.engine.served.servers import Servers
 from creditgraph.components.engine.served.settings import ServerSettings
 from creditgraph.components.engine.served.tasks import Feed, Reset
@@ -85,6 +90,7 @@ class ExternalEngine(Engine):
         names: checks of the weights a learner publishes.
         temperatures: lowest and highest supported temperature, in addition to 0.
         adapter_rank: largest supported rank of LoRA adapters; 0 merges all adapters.
+        part: of a server over several nodes, which this process starts; None for whole ones.
         backend: runs the model.
     """
 
@@ -94,11 +100,24 @@ class ExternalEngine(Engine):
     names: WeightNames
     temperatures: tuple[float, float] = (0.0, math.inf)
     adapter_rank: int = 0
+    part: Part | None = None
     backend: Backend | None = None
     _updates: int = 0
 
     def setup(self, context: Context) -> None:
         """Loads the tokenizer and the shape of the model, then starts the backend on the model's own weights."""
+        model = self._served_model(context)
+        if self.config.served:
+            self.backend = Servers(context, self.dialect(model), self.config, self.part.nodes if self.part else 1)
+        else:
+            self.backend = self.in_process(model)
+
+    def join(self, context: Context, log: Path) -> ServerProcess:
+        """Starts this process's `part` of a server that another node answers for; its output is appended to `log`."""
+        launch = self.dialect(self._served_model(context)).launch(free_port(), "part")
+        return ServerProcess(launch, log, key=secrets.token_hex(32))
+
+    def _served_model(self, context: Context) -> ServedModel:
         super().setup(context)
         if self.config.sleep == "always" and not context.device.startswith("cuda"):
             raise ConfigError(
@@ -119,7 +138,7 @@ class ExternalEngine(Engine):
         self.text = TokenText(self.tokenizer, self.vocab_size)
         self.eos = eos_mask(generation_config(self.spec), self.tokenizer, self.vocab_size)
         padding = padding_columns(self.tokenizer, self.vocab_size, "cpu")
-        model = ServedModel(
+        return ServedModel(
             path=check_weight_files(self.spec),
             dtype=self.spec.dtype,
             context_length=self.context_length,
@@ -130,10 +149,6 @@ class ExternalEngine(Engine):
             sleeps=context.slots.shared and self.shares_devices(self.config, context.device, context.ranks.world),
             trust_remote_code=self.spec.trust_remote_code,
         )
-        if self.config.served:
-            self.backend = Servers(context, self.dialect(model), self.config)
-        else:
-            self.backend = self.in_process(model)
 
     @classmethod
     def shares_devices(cls, config: Any, device: str, world: int) -> bool:

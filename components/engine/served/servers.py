@@ -33,9 +33,10 @@ class Servers:
         context: context of the engine's node.
         dialect: dialect of its servers.
         settings: settings of the servers.
+        nodes: nodes over which each server runs that this process starts.
     """
 
-    def __init__(self, context: Context, dialect: Dialect, settings: ServerSettings) -> None:
+    def __init__(self, context: Context, dialect: Dialect, settings: ServerSettings, nodes: int = 1) -> None:
         self._context = context
         ranks = context.ranks
         # Servers that this process starts are its replica's own; those that run elsewhere are shared by all replicas.
@@ -46,7 +47,7 @@ class Servers:
         device = torch.device(context.device)
         if device.type == "cuda" and self._own:
             visible = visible_gpus()
-            gpus = share_gpus(settings.servers, settings.tensor_parallel, visible, ranks)
+            gpus = share_gpus(settings.servers, settings.tensor_parallel // nodes, visible, ranks)
             check_kind(settings.channel.kind, gpus, visible[device.index or 0], context.node)
         addresses = find_servers(settings, context.node, ranks.replica, gpus)
         # Replicas that start their own servers share the run directory, and perhaps a host.

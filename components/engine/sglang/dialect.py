@@ -30,6 +30,7 @@ from creditgraph.components.engine.served.dialect import (
     read_stream,
     result_of,
 )
+from creditgraph.components.engine.served.parts import Part
 from creditgraph.components.engine.served.process import KEY_VARIABLE, Launch
 from creditgraph.components.engine.sglang import wire
 from creditgraph.components.engine.sglang.checks import expected_hashes, first_difference
@@ -112,11 +113,13 @@ class SGLangDialect:
     Args:
         settings: settings of the engine.
         model: the served model.
+        part: this node's part of a server over several nodes, None for a whole server.
     """
 
-    def __init__(self, settings: SGLangSettings, model: ServedModel) -> None:
+    def __init__(self, settings: SGLangSettings, model: ServedModel, part: Part | None = None) -> None:
         self._settings = settings
         self._model = model
+        self._part = part
         # For entropies SGLang must send all log-probs of each token's vocabulary.
         self._entropies = model.vocab_size <= settings.entropy_vocab
         self._top = model.vocab_size if self._entropies else 0
@@ -141,8 +144,12 @@ class SGLangDialect:
             "log_level_http": "warning",
             **engine_options(self._settings, self._model),
         }
+        environment = engine_variables(self._settings, self._model)
+        if part := self._part:
+            options |= {"nnodes": part.nodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
+            environment["SGLANG_HOST_IP"] = part.host
         command = [process.python or sys.executable, str(START), *as_arguments(options)]
-        return Launch(command=[*command, *process.arguments], environment=engine_variables(self._settings, self._model))
+        return Launch(command=[*command, *process.arguments], environment=environment)
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
         """Whether its HTTP and scheduler processes respond; a scheduler that loads weights counts as responding."""

@@ -56,7 +56,7 @@ class SGLangEngine(ExternalEngine):
 
     def dialect(self, model: ServedModel) -> SGLangDialect:
         """How to start SGLang's servers and communicate with them."""
-        return SGLangDialect(self.config, model)
+        return SGLangDialect(self.config, model, self.part)
 
 
 def _missing(config: SGLangSettings) -> list[str]:

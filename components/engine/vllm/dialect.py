@@ -39,6 +39,7 @@ from creditgraph.components.engine.served.dialect import (
     read_stream,
     result_of,
 )
+from creditgraph.components.engine.served.parts import Part
 from creditgraph.components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
 from creditgraph.components.engine.vllm.columns import pack_ids
 from creditgraph.components.engine.vllm.replies import read_event, read_response, read_scores
@@ -124,11 +125,13 @@ class VllmDialect:
     Args:
         settings: settings of the engine.
         model: the served model.
+        part: this node's part of a server over several nodes, None for a whole server.
     """
 
-    def __init__(self, settings: VllmSettings, model: ServedModel) -> None:
+    def __init__(self, settings: VllmSettings, model: ServedModel, part: Part | None = None) -> None:
         self._settings = settings
         self._model = model
+        self._part = part
         self._eos = frozenset(model.eos)
         self._servers: dict[str, _Known] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,6 +167,13 @@ class VllmDialect:
                 options["distributed_executor_backend"] = _IN_ENGINE_CORE
             # By themselves, servers would bind to the same core; more threads than free cores are several times slower.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        if part := self._part:
+            host, _, port_of_all = part.meeting.rpartition(":")
+            options |= {"nnodes": part.nodes, "node_rank": part.rank, "master_addr": host, "master_port": port_of_all}
+            options["distributed_executor_backend"] = "mp"
+            if part.rank:
+                options["headless"] = True
+            environment["VLLM_HOST_IP"] = part.host
         command = [
             sys.executable,
             "-P",

@@ -74,7 +74,7 @@ class VllmEngine(ExternalEngine):
 
     def dialect(self, model: ServedModel) -> VllmDialect:
         """How to start vLLM's servers and communicate with them."""
-        return VllmDialect(self.config, model)
+        return VllmDialect(self.config, model, self.part)
 
     def in_process(self, model: ServedModel) -> Backend:
         """vLLM's offline engine."""

@@ -1,4 +1,6 @@
-"""Run by `python -m`: vLLM's API server with a key; on a CPU it forks, to import once.
+"""Run by `python -m`: vLLM's API server with a key, or with --headless workers for the one of another node.
+
+On a CPU it forks, to import once.
 
 The key stands in the environment variable CREDITGRAPH_SERVER_KEY, because every user of a host sees arguments.
 
@@ -46,11 +48,24 @@ def fork_everywhere() -> None:
             module.get_mp_context = forked  # type: ignore[attr-defined]
 
 
+def run_headless() -> None:
+    """Runs `vllm serve --headless`, the API server's arguments but no API."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    ServeSubcommand.cmd(parser.parse_args(["serve", *sys.argv[1:]]))
+
+
 if __name__ == "__main__":
     server_key()
-    sys.argv += ["--middleware", MIDDLEWARE]
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         fork_everywhere()
+    if "--headless" in sys.argv:
+        run_headless()
+        sys.exit()
+    sys.argv += ["--middleware", MIDDLEWARE]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -21,6 +21,8 @@ from creditgraph.components.engine.served.addresses import (
     read_rendezvous,
     write_rendezvous,
 )
+from creditgraph.components.engine.served.parts import meet
+from creditgraph.components.engine.served.process import ServerProcess, last_lines
 from creditgraph.components.engine.served.settings import ServerSettings
 from creditgraph.pipeline.app.cluster.settings import Cluster
 from creditgraph.pipeline.core.component import Context, set_up
@@ -76,9 +78,14 @@ class EngineServer:
         index: number of this server.
         count: number of servers in all.
         log: file that the server's own output goes to, None for one below its folder.
+        nodes: nodes over which the server runs, each of which has this class; the first publishes the address.
+
+    Raises:
+        ConfigError: several nodes, but no task of a SLURM step with one per node.
+        RunError: the first node left no address in time.
     """
 
-    def __init__(self, experiment: Experiment, index: int, count: int, log: Path | None = None) -> None:
+    def __init__(self, experiment: Experiment, index: int, count: int, log: Path | None = None, nodes: int = 1) -> None:
         self.index = index
         self.count = count
         self._run = experiment.run_path
@@ -89,13 +96,19 @@ class EngineServer:
         folder = folder_of(self._run, self._attempt) / str(index)
         with writing(folder):
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            # The engine quotes the end of its server's log when that ends, so it must find it where it expects it.
-            if log is not None:
-                own = folder / "logs" / "engine-0.log"
+        settings: Any = node.config
+        host = server_address()
+        part = meet(nodes, host, folder, settings.pool.start_seconds) if nodes > 1 else None
+        pool = dataclasses.replace(settings.pool, host=host)
+        if part is not None:
+            pool = dataclasses.replace(pool, restarts=0)  # the job starts all nodes of it again
+        helps = part is not None and part.rank > 0
+        # The engine quotes the end of its server's log when that ends, so it must find it where it expects it.
+        own = folder / "logs" / (f"node-{part.rank}.log" if part and helps else "engine-0.log")
+        if log is not None:
+            with writing(folder):
                 own.unlink(missing_ok=True)
                 own.symlink_to(log.resolve())
-        settings: Any = node.config
-        pool = dataclasses.replace(settings.pool, host=server_address())
         # One server on this host without a rendezvous, as if this process had the engine for itself.
         alone = dataclasses.replace(settings, servers=1, rendezvous="", addresses=(), pool=pool)
         context = Context(
@@ -105,7 +118,12 @@ class EngineServer:
             model=experiment.model,
             run_dir=folder,
         )
-        self._engine: Any = set_up(node.cls(alone), context)
+        engine: Any = node.cls(alone)
+        engine.part = part
+        self._engine = engine
+        self._process: ServerProcess | None = engine.join(context, own) if helps else None
+        if not helps:
+            set_up(engine, context)
 
     def publish(self) -> str:
         """Writes the server's address for the learner; returns its URL if it is new, else "".
@@ -115,6 +133,9 @@ class EngineServer:
         Raises:
             RunError: the server has ended.
         """
+        if self._process is not None:
+            self._check(self._process, last_lines(self._process.output()))
+            return ""
         addresses: list[Address] = list(self._engine.backend.addresses())
         is_new = addresses != self._left
         if is_new:
@@ -123,14 +144,19 @@ class EngineServer:
             self._listed = False
         self._listed = self._listed or list_servers(self._run, self.index, self.count, self._attempt)
         (server,) = self._engine.backend.pool.servers
-        if not server.process.running:
-            raise RunError(
-                f"engine server {self.index} on {socket.gethostname()} {server.process.status()}.{server.log_lines()}"
-            )
+        self._check(server.process, server.log_lines())
         return addresses[0].url if is_new else ""
+
+    def _check(self, process: ServerProcess | None, lines: str) -> None:
+        if process is None or not process.running:
+            node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+            ended = process.status() if process else "did not respond and was ended"
+            raise RunError(f"engine server {self.index} on {node} {ended}.{lines}")
 
     def close(self) -> None:
         """Ends the server."""
+        if self._process is not None:
+            self._process.stop()
         self._engine.close()
 
 

@@ -13,7 +13,7 @@ from creditgraph.pipeline.core.errors import ConfigError, GraphError, did_you_me
 from creditgraph.pipeline.core.settings import build_config
 from creditgraph.pipeline.run.compose.choices import list_choices, read_yaml, search_dirs
 
-_AT_LEAST_ONE = ("nodes", "chain", "gpus_per_server", "cpus_per_task")
+_AT_LEAST_ONE = ("nodes", "chain", "gpus_per_server", "nodes_per_server", "cpus_per_task")
 _AT_LEAST_ZERO = (
     "engine_nodes",
     "gpus_per_node",
@@ -49,6 +49,8 @@ class Cluster:
     """engine servers per engine node; 0 is gpus_per_node / gpus_per_server"""
     gpus_per_server: int = 1
     """tensor-parallel GPUs of one engine server"""
+    nodes_per_server: int = 1
+    """engine nodes of one server, for a model that one node does not hold: it then has all GPUs of these nodes"""
     cpus_per_task: int = 8
     """cores for each learner process and each server"""
     memory: str = ""
@@ -113,6 +115,7 @@ class Cluster:
             raise ValueError(
                 "gpus_per_node 0 is a CPU job; expected ranks_per_node, the number of learner processes on each node."
             )
+        self._check_nodes_per_server()
         if self.placement == "disaggregated" and self.servers == 0:
             raise ValueError(
                 f"disaggregated, but no engine server: gpus_per_node {self.gpus_per_node}, gpus_per_server "
@@ -142,6 +145,25 @@ class Cluster:
         if not re.fullmatch(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+(:\d{2}){0,2}", self.time):
             raise ValueError(f"time: expected hours:minutes:seconds or days-hours:minutes:seconds, got '{self.time}'.")
 
+    def _check_nodes_per_server(self) -> None:
+        nodes, gpus, node = self.nodes_per_server, self.gpus_per_server, self.gpus_per_node
+        if nodes == 1:
+            if self.placement == "disaggregated" and 0 < node < gpus:
+                raise ValueError(
+                    f"gpus_per_server: expected at most {node}, the GPUs of a node, got {gpus}. For servers over "
+                    f"several nodes set nodes_per_server={-(-gpus // node)} too."
+                )
+        elif self.placement != "disaggregated" or not self.engine_nodes or self.engine_nodes % nodes:
+            raise ValueError(
+                f"nodes_per_server {nodes}: expected disaggregated servers, and engine_nodes a multiple of it, got "
+                f"{self.placement} with engine_nodes {self.engine_nodes}."
+            )
+        elif self.servers_per_node or gpus % nodes or (node and gpus != nodes * node):
+            raise ValueError(
+                f"nodes_per_server {nodes}: expected servers that have their nodes for themselves, so gpus_per_server "
+                f"{nodes * (node or 1)} and servers_per_node 0, got {gpus} and {self.servers_per_node}."
+            )
+
     @property
     def ranks(self) -> int:
         """Learner processes."""
@@ -152,6 +174,8 @@ class Cluster:
         """Engine servers; 0 unless disaggregated."""
         if self.placement != "disaggregated":
             return 0
+        if self.nodes_per_server > 1:
+            return self.engine_nodes // self.nodes_per_server
         per_node = self.servers_per_node or self.gpus_per_node // self.gpus_per_server
         return per_node * (self.engine_nodes or self.nodes)
 

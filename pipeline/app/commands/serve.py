@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--index", type=int, default=0, help="number of this server")
     parser.add_argument("--count", type=int, default=1, help="number of servers in all")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the server, each a task of one SLURM step")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
     from creditgraph.pipeline.app.cluster.servers import EngineServer
 
     experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
-    server = EngineServer(experiment, options.index, options.count, log)
+    server = EngineServer(experiment, options.index, options.count, log, options.nodes)
     try:
         while not ended.is_set() and not (signalled and time.monotonic() > signalled[0] + GRACE_SECONDS):
             if url := server.publish():

@@ -20,6 +20,7 @@ from creditgraph.components.engine.channel import Update
 from creditgraph.components.engine.group import Meeting
 from creditgraph.components.engine.messages import BadResponse, RowRequest, ScoreRequest, check_score
 from creditgraph.components.engine.served.dialect import ServedModel, ServerError
+from creditgraph.components.engine.served.parts import Part
 from creditgraph.components.engine.sglang import wire
 from creditgraph.components.engine.sglang.checks import (
     expected_hashes,
@@ -62,6 +63,12 @@ LAUNCHES = [
         {"deterministic": False, "tensor_parallel": 2, "gpu_memory": 0.85, "return_routed_experts": True},
     )
 ]
+PART = SGLangDialect(
+    SGLangSettings(tensor_parallel=4),
+    ServedModel(path="/m", context_length=64, vocab_size=9, dtype="bfloat16", device="cuda"),
+    Part(nodes=2, rank=1, host="10.0.0.2", meeting="10.0.0.1:2345"),
+).launch(8123, "name")
+LAUNCHES.append(PART.command[2:])
 
 GOOD = {
     "sampled": ("/generate", wire.generate_body(ROW, "r", 54)),
@@ -169,7 +176,10 @@ def test_start_arguments_are_those_of_sglangs_parser(verdicts):
         [False, False, 0.85, 2, True],
         [True, True, 0.5, 1, False],
         [True, False, 0.85, 2, True],
+        [False, True, 0.5, 4, False],
     ]
+    assert [parsed[-1][name] for name in ("nnodes", "node_rank", "dist_init_addr")] == [2, 1, "10.0.0.1:2345"]
+    assert PART.environment["SGLANG_HOST_IP"] == "10.0.0.2"
 
 
 def test_sglang_opens_what_is_sent_by_value(verdicts):

@@ -1,5 +1,6 @@
 """Every path and every method of the worker extension that engine.vllm calls is one that the real vLLM has."""
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from creditgraph.components.engine.served.dialect import ServedModel
-from creditgraph.components.engine.vllm import dialect
+from creditgraph.components.engine.served.parts import Part
+from creditgraph.components.engine.vllm import dialect, start
 from creditgraph.components.engine.vllm.dialect import VllmDialect
 from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
 
@@ -95,3 +97,25 @@ def test_start_arguments_are_those_of_vllms_parser(device, sleeps):
         assert parsed.enable_sleep_mode is sleeps
         assert parsed.tensor_parallel_size == settings.tensor_parallel
         assert parsed.worker_extension_cls == dialect.EXTENSION
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parts_of_a_server_over_two_nodes(monkeypatch, device):
+    from vllm.entrypoints.cli import serve
+
+    part = Part(nodes=2, rank=1, host="10.0.0.2", meeting="10.0.0.1:2345")
+    model = ServedModel(**MODEL, device=device)
+    launch = VllmDialect(VllmSettings(servers=1, tensor_parallel=4), model, part).launch(8000, "part")
+    assert launch.environment["VLLM_HOST_IP"] == "10.0.0.2"
+    ran = []
+    monkeypatch.setattr(serve, "run_headless", ran.append)
+    place = launch.command.index("creditgraph.components.engine.vllm.start") + 1
+    monkeypatch.setattr("sys.argv", ["start", *launch.command[place:]])
+    start.run_headless()
+    (arguments,) = ran
+    assert (arguments.nnodes, arguments.node_rank, arguments.tensor_parallel_size) == (2, 1, 4)
+    assert (arguments.master_addr, arguments.master_port) == ("10.0.0.1", 2345)
+    assert (arguments.distributed_executor_backend, arguments.api_server_count) == ("mp", 0)
+    first = VllmDialect(VllmSettings(servers=1, tensor_parallel=4), model, dataclasses.replace(part, rank=0))
+    ours = [a for a in launch.command if a != "--headless"]
+    assert [a if a != "1" else "0" for a in ours] == first.launch(8000, "part").command

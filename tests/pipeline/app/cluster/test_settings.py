@@ -56,3 +56,22 @@ def test_mistakes_get_sentences():
 def test_overrides_are_split():
     name, own, rest = split_overrides(["recipe=toy_srpo", "cluster=one_node", "cluster.nodes=2", "run.seed=1"])
     assert (name, own, rest) == ("one_node", {"nodes": "2"}, ["recipe=toy_srpo", "run.seed=1"])
+
+
+def test_servers_over_several_nodes():
+    wide = {"engine_nodes": "4", "nodes_per_server": "2", "gpus_per_server": "16"}
+    cluster = load_cluster("disaggregated", wide)
+    assert (cluster.all_nodes, cluster.ranks, cluster.servers) == (6, 16, 2)
+    on_cpus = {"gpus_per_node": "0", "ranks_per_node": "1", "gpus_per_server": "4"}
+    assert load_cluster("disaggregated", wide | on_cpus).servers == 2
+    for change, message in (
+        ({"nodes_per_server": "1"}, "expected at most 8, the GPUs of a node, got 16. .*set nodes_per_server=2 too"),
+        ({"nodes_per_server": "3"}, "and engine_nodes a multiple of it, got disaggregated with engine_nodes 4"),
+        ({"engine_nodes": "0"}, "and engine_nodes a multiple of it, got disaggregated with engine_nodes 0"),
+        ({"placement": "colocated"}, "expected disaggregated servers, .* got colocated with engine_nodes 4"),
+        ({"gpus_per_server": "8"}, "so gpus_per_server 16 and servers_per_node 0, got 8 and 0"),
+        ({"servers_per_node": "1"}, "so gpus_per_server 16 and servers_per_node 0, got 16 and 1"),
+        (on_cpus | {"gpus_per_server": "3"}, "so gpus_per_server 2 and servers_per_node 0, got 3 and 0"),
+    ):
+        with pytest.raises(GraphError, match=message):
+            load_cluster("disaggregated", wide | change)
