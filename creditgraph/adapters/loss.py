@@ -101,3 +101,17 @@ def check_by_parts(settings: ObjectiveSettings, place: str) -> None:
             "kl), which this trainer's loss hook does not pass. Set learner.objective.entropy_mask.keep=1, "
             "or choose another graph; the trainer's own KL term can be used."
         )
+
+
+def check_by_steps(settings: ObjectiveSettings, place: str) -> None:
+    """Raises ConfigError for an objective that needs more than the rows that a process has of a step."""
+    if settings.kl.coefficient:
+        raise ConfigError(
+            f"{place}: its loss has a KL term, which needs a reference model; set learner.objective.kl.coefficient=0, "
+            "and train with the trainer's own loss (objective=False) where it shall have such a term."
+        )
+    if settings.entropy_mask.keep < 1 and settings.entropy_mask.scope == "group":
+        raise ConfigError(
+            f"{place}: its loss compares the entropies of a group, which may lie in several processes; set "
+            "learner.objective.entropy_mask.scope=batch or sequence."
+        )

@@ -19,9 +19,8 @@ from trl import GRPOTrainer
 
 from creditgraph.adapters.estimator import check_version
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.loss import COLUMN, loss_inputs, loss_weights, prepared, token_losses
+from creditgraph.adapters.loss import COLUMN, check_by_steps, loss_inputs, loss_weights, prepared, token_losses
 from creditgraph.adapters.rows import Rollouts
-from creditgraph.pipeline.core.errors import ConfigError
 
 TESTED = ("1.16",)
 PerTurn = Callable[..., Sequence[Sequence[Any]]]
@@ -67,11 +66,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_version("trl", TESTED)
         self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
         self.credit_objective = self.credit.objective if objective else None
-        if self.credit_objective is not None and self.credit_objective.kl.coefficient:
-            raise ConfigError(
-                f"graph '{self.credit.name}': its loss has a KL term, which needs a reference model; set "
-                "learner.objective.kl.coefficient=0 and GRPOConfig.beta without objective=True."
-            )
+        if self.credit_objective is not None:
+            check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")
         self._per_turn = {"turn_rewards": turn_rewards, "states": turn_states}
         self._given: dict[str, Any] = {}
         super().__init__(*args, **kwargs)

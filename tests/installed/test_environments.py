@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("installed")]
 # Modules of an extra; all others are imported with the core alone.
 OF_EXTRAS = (
     "creditgraph.adapters.skyrl",  # each needs the trainer that it is for
+    "creditgraph.adapters.swift",
     "creditgraph.adapters.trl",
     "creditgraph.adapters.verl",
     "creditgraph.components.engine.vllm.exact",
