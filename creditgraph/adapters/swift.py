@@ -67,14 +67,15 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         off = OFF | (LOSS_OFF if self.credit_objective is not None else {})
-        on = [f"{name}={value!r}" for name, none in off.items() if (value := getattr(self, name, none)) != none]
+        found = {name: getattr(self, name, none) for name, none in off.items()}
+        on = [f"{name}={value!r} (off: {off[name]!r})" for name, value in found.items() if value != off[name]]
         if self.template.sequence_parallel_size > 1:
             on.append(f"sequence_parallel_size={self.template.sequence_parallel_size}")
         if self.credit_objective is None and self.loss_type == "real":
             on.append("loss_type='real'")
         if on:
             raise ConfigError(
-                f"graph '{self.credit.name}': its credit has no part for ms-swift's {', '.join(on)}. Leave them off."
+                f"graph '{self.credit.name}': its credit has no part for ms-swift's {', '.join(on)}. Switch that off."
             )
 
     def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[dict[str, Any]]) -> None:

@@ -102,8 +102,8 @@ def test_the_loss_is_that_of_the_graph(trained):
 
 
 def test_settings_that_a_graph_has_no_part_for_are_refused(trained):
-    assert "its credit has no part for ms-swift's loss_type='real'. Leave them off." in trained["real"]["refused"]
-    assert "its credit has no part for ms-swift's beta=0.04. Leave them off." in trained["kl"]["refused"]
+    assert "its credit has no part for ms-swift's loss_type='real'. Switch that off." in trained["real"]["refused"]
+    assert "its credit has no part for ms-swift's beta=0.04 (off: 0.0). Switch that off." in trained["kl"]["refused"]
     assert "set learner.objective.entropy_mask.scope=batch or sequence." in trained["by_group"]["refused"]
     assert "expected `swift rlhf`, got ms-swift's Megatron trainer" in trained["megatron"]["refused"]
 
