@@ -1,6 +1,6 @@
 """Responses of another trainer as the payloads of a graph, and the credit of a graph as the trainer's tensors."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,3 +246,11 @@ def prompts_of(rollouts: Rollouts, group: Tensor) -> Prompts:
         answer=[""] * len(first) if answers is None else [answers[i] for i in first],
         metadata=[{} for _ in first],
     )
+
+
+def log_means(log: MutableSequence[float], advantages: Tensor, trained: Tensor) -> None:
+    """Puts the mean advantage of each response's tokens in the place of the last rows of a trainer's table."""
+    means = (advantages.sum(1) / trained.sum(1).clamp(min=1)).tolist()
+    for _ in range(min(len(log), len(means))):
+        log.pop()
+    log.extend(means)

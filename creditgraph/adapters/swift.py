@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from creditgraph.adapters.estimator import check_version
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.loss import check_by_steps, loss_inputs, loss_weights, prepared, token_losses
-from creditgraph.adapters.rows import Rollouts
+from creditgraph.adapters.rows import Rollouts, log_means
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.jagged import Jagged
@@ -99,12 +99,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             batch.advantages = _in_frame([rows[id(s)] for s in chunk], batch.completion_mask)
         for name, value in self.credit.metrics.items():
             self._metrics[mode][f"credit/{name}"].append(value)
-        # The table of completions shows the mean advantage of each response's tokens in place of ms-swift's.
-        means = advantages.sum(1) / rollouts.trained.sum(1).clamp(min=1)
-        log = self._logs["advantages"]
-        for _ in range(min(len(log), len(means))):
-            log.pop()
-        log.extend(means.tolist())
+        log_means(self._logs["advantages"], advantages, rollouts.trained)
         if self.credit_objective is not None and mode == "train":
             self._prepare_loss(batch_encoded_inputs)
 

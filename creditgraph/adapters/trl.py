@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from creditgraph.adapters.estimator import check_version
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.loss import COLUMN, check_by_steps, loss_inputs, loss_weights, prepared, token_losses
-from creditgraph.adapters.rows import Rollouts
+from creditgraph.adapters.rows import Rollouts, log_means
 
 TESTED = ("1.16",)
 PerTurn = Callable[..., Sequence[Sequence[Any]]]
@@ -95,12 +95,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         output["advantages"] = mine.to(output["completion_ids"].device)
         for name, value in self.credit.metrics.items():
             self._metrics[mode][f"credit/{name}"].append(value)
-        # The table of completions shows the mean advantage of each response's tokens in place of TRL's.
-        means = advantages.sum(1) / rollouts.trained.sum(1).clamp(min=1)
-        log = self._logs["advantages"]
-        for _ in range(min(len(log), len(means))):
-            log.pop()
-        log.extend(means.tolist())
+        log_means(self._logs["advantages"], advantages, rollouts.trained)
         if self.credit_objective is not None and mode == "train":
             self._prepare_loss(output)
         return output

@@ -49,8 +49,16 @@ def main(options: argparse.Namespace) -> int:
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
         # An evaluation is one process, which starts its own engine server if it uses one.
-        cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, spare_nodes=0, chain=1)
-        cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
+        cluster = replace(
+            cluster,
+            placement="here" if cluster.placement == "here" else "colocated",
+            nodes=1,
+            ranks_per_node=1,
+            engine_nodes=0,
+            nodes_per_server=1,
+            spare_nodes=0,
+            chain=1,
+        )
     else:
         chosen = combinations(rest, options.config_dir) if options.multirun else [rest]
         jobs = [training(overrides, cluster, options.config_dir) for overrides in chosen]

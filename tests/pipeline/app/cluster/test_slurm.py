@@ -133,6 +133,16 @@ def test_an_array_of_a_good_and_a_failing_run_and_an_evaluation(slurm, folder, c
     # A finished run is evaluated by a job, beside the others.
     assert main(["train", *RUN, f"run.root={folder}", "run.name=done"]) == 0
     done = folder / "done"
+    # One process evaluates, whatever the cluster has for engines.
+    wide = [
+        "cluster=disaggregated",
+        "cluster.engine_nodes=4",
+        "cluster.nodes_per_server=2",
+        "cluster.gpus_per_server=16",
+    ]
+    for engines in (wide[:1], wide):
+        assert main(["submit", "--eval", str(done), *engines, "--dry-run"]) == 0
+        assert "#SBATCH --nodes=1\n" in capsys.readouterr().out
     assert main(["submit", "--eval", str(done), "evaluator.num_problems=6", *ONE]) == 0
 
     # The configuration of both runs is sound; the model's folder of one is damaged between submission and start.
