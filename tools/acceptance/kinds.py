@@ -11,6 +11,7 @@ from acceptance.engine import gap_to, generate
 from acceptance.learners import PROMPT, alive
 from acceptance.measure import Run
 from acceptance.models import EXPERTS, HALF, QWEN2, QWEN3, Shape, batch_of, context_of, random_tokens, shape_of
+from creditgraph.components.engine.channel import ChannelSettings
 from creditgraph.components.engine.local.engine import LocalEngine
 from creditgraph.components.learner.lora import Lora
 from creditgraph.pipeline.core.ranks import DeviceSlots
@@ -72,6 +73,16 @@ def fp8(run: Run) -> None:
 
 def vllm(run: Run) -> None:
     """vLLM in this process: it samples what the learner computes, takes its weights, sleeps and wakes."""
+    _vllm(run, "in process", sleep="always" if run.device == "cuda" else "never")
+
+
+def served(run: Run) -> None:
+    """The same of a vLLM server, which takes weights as files and from the learner's GPU memory."""
+    for kind in ("file", "ipc") if run.device == "cuda" else ("file",):
+        _vllm(run, f"weights by {kind}", servers=1, channel=ChannelSettings(kind=kind), enforce_eager=True)
+
+
+def _vllm(run: Run, what: str, **settings: Any) -> None:
     import vllm  # noqa: F401
 
     from creditgraph.components.engine.vllm.engine import VllmEngine
@@ -81,12 +92,12 @@ def vllm(run: Run) -> None:
     slots = DeviceSlots(shared=gpu)
     context = dataclasses.replace(context_of(run, shape, "engine"), slots=slots)
     context = dataclasses.replace(context, model=dataclasses.replace(context.model, max_context=2048))
-    engine = VllmEngine(VllmEngine.Config(sleep="always" if gpu else "never"))
+    engine = VllmEngine(VllmEngine.Config(**settings))
     start = run.clock()
     engine.setup(context)
-    run.row(what="start of vLLM", seconds=run.clock() - start)
+    run.row(what=f"start of vLLM, {what}", seconds=run.clock() - start)
     with alive(run, "hf", shape) as learner:
-        for version in ("first weights", "after two steps"):
+        for version in (f"first weights, {what}", f"after two steps, {what}"):
             start = run.clock()
             policy = engine.run(weights=learner.weights()).policy
             run.row(what=f"vLLM loads, {version}", seconds=run.clock() - start)

@@ -71,6 +71,7 @@ STAGES = (
     Stage("suite", "the component tests on the device", "suite:stage", 4),
     Stage("toys", "toy GRPO and SRPO learn as on a CPU", "toys:stage", 4),
     Stage("vllm", "vLLM samples what the learner computes, takes its weights and sleeps", "kinds:vllm", 3),
+    Stage("served", "a vLLM server does the same, with weights by files and by CUDA's IPC", "kinds:served", 3),
     Stage("lora", "adapters alone are trained, and sampled with", "kinds:lora", 1),
     Stage("experts", "a mixture of experts: both learners make the same step", "kinds:experts", 2),
     Stage("fp8", "TransformerEngine's layers, also in 8 bits, learn what learner.hf does", "kinds:fp8", 2),

@@ -67,6 +67,11 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
             "engine.return_routed_experts: expected a GPU, whose V2 model runner returns them, got device 'cpu'. Set "
             "it to false, or use engine=sglang."
         )
+    if settings.lora.max_rank and not cpu and model.dtype == "float32":
+        raise ConfigError(
+            "engine.lora.publish: expected a model in bfloat16, because vLLM's kernels for adapters on GPUs take 16 "
+            "bits only, got float32. Set model.dtype=bfloat16, or learner.lora.publish=merged."
+        )
     options: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
@@ -102,7 +107,10 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
 def engine_variables(settings: VllmSettings, model: ServedModel) -> dict[str, str]:
     """Environment variables of vLLM's engine, in this process or in a server."""
     cpu = model.device == "cpu"
+    # In float32 Triton's kernels, attention among them, would compute products in TF32, which has 10 bits.
+    products = {"TRITON_F32_DEFAULT": "ieee"} if model.dtype == "float32" and not cpu else {}
     return {
+        **products,
         # The V2 runner needs Triton, which CPUs lack.
         "VLLM_USE_V2_MODEL_RUNNER": "0" if cpu else "1",
         "VLLM_BATCH_INVARIANT": "1" if settings.exact and not cpu else "0",
@@ -245,10 +253,10 @@ class VllmDialect:
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
         """Level 2, which drops weights; level 1, which keeps them on the CPU, where adapters build on them."""
-        before = await _workers(client, "creditgraph_free_bytes")
+        before = await _free_bytes(client)
         level = "1" if self._settings.lora.max_rank else "2"
         await call(client, "POST", "/sleep", query={"level": level, "mode": "abort"})
-        after = await _workers(client, "creditgraph_free_bytes")
+        after = await _free_bytes(client)
         if any(now <= then for then, now in zip(before, after, strict=True)):
             raise ServerError(
                 f"expected a server that gives GPU memory back when it sleeps (--enable-sleep-mode), got {min(after)} "
@@ -380,6 +388,11 @@ async def _workers(client: httpx.AsyncClient, method: str, **arguments: Any) -> 
     reply = await call(client, "POST", "/collective_rpc", {"method": method, "kwargs": arguments})
     results: list[Any] = reply.get("results", [])
     return results
+
+
+async def _free_bytes(client: httpx.AsyncClient) -> list[int]:
+    """Free memory of each worker's GPU; vLLM's reply has every result but a dict or list as a string."""
+    return [int(free) for free in await _workers(client, "creditgraph_free_bytes")]
 
 
 async def _model_names(client: httpx.AsyncClient) -> list[str]:

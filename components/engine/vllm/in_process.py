@@ -65,6 +65,9 @@ class InProcess:
             **engine_variables(settings, model),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         }
+        if precision := variables.get("TRITON_F32_DEFAULT"):
+            # Kernels are compiled at their first use, so after the start too.
+            os.environ["TRITON_F32_DEFAULT"] = precision
         with _environment(variables):
             from vllm import LLM
 

@@ -56,7 +56,7 @@ def test_a_server_that_cannot_sleep_is_named(fleet):
     with pytest.raises(
         RunError,
         match=r"server 0 .*: it cannot sleep: expected a server that gives GPU memory back when it sleeps "
-        r"\(--enable-sleep-mode\), got 100 free bytes after it and 100 before. Set engine.sleep=never",
+        r"\(--enable-sleep-mode\), got 60 free bytes after it and 60 before. Set engine.sleep=never",
     ):
         run.pool.sleep()
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from creditgraph.components.engine.channel import ChannelSettings
 from creditgraph.components.engine.served.dialect import ServedModel, ServerError
 from creditgraph.components.engine.vllm.columns import crc_of, pack_array, pack_ids, pack_numbers
-from creditgraph.components.engine.vllm.dialect import VllmDialect, engine_options
+from creditgraph.components.engine.vllm.dialect import VllmDialect, engine_options, engine_variables
 from creditgraph.components.engine.vllm.key import KeyMiddleware
 from creditgraph.components.engine.vllm.replies import read_response
 from creditgraph.components.engine.vllm.route import GuardedRows
@@ -84,6 +85,17 @@ def test_experts_are_returned_by_gpus_and_come_through_a_reply():
         read_response(reply | {"experts": "AAAA"}, "r", frozenset())
 
 
+def test_float32_on_gpus_has_no_tf32_and_no_unmerged_adapters():
+    model = replace(on_gpus(), dtype="float32")
+    assert engine_variables(VllmSettings(), model)["TRITON_F32_DEFAULT"] == "ieee"  # Triton's own is tf32
+    assert "TRITON_F32_DEFAULT" not in engine_variables(VllmSettings(), replace(model, device="cpu"))
+    adapters = VllmSettings(lora=AdapterSettings(publish="adapter", rank=8))
+    with pytest.raises(ConfigError, match=r"engine.lora.publish: expected a model in bfloat16, .* got float32"):
+        engine_options(adapters, model)
+    assert engine_options(adapters, on_gpus())["enable_lora"]
+    assert engine_options(adapters, replace(model, device="cpu"))["enable_lora"]
+
+
 def test_gpu_servers_capture_graphs_and_use_the_v2_runner():
     engine, arguments, environment = parsed(VllmSettings(), on_gpus())
     assert not engine.enforce_eager
@@ -91,6 +103,7 @@ def test_gpu_servers_capture_graphs_and_use_the_v2_runner():
     assert (environment["VLLM_USE_V2_MODEL_RUNNER"], environment["VLLM_BATCH_INVARIANT"]) == ("1", "0")
     assert parsed(VllmSettings(exact=True), on_gpus())[2]["VLLM_BATCH_INVARIANT"] == "1"
     assert parsed(VllmSettings(enforce_eager=True), on_gpus())[0].enforce_eager
+    assert "TRITON_F32_DEFAULT" not in environment
     assert arguments.middleware == [MIDDLEWARE]
     assert issubclass(GuardedRows, KeyMiddleware)
     for name in (engine.worker_extension_cls, engine.scheduler_cls, *arguments.middleware):
