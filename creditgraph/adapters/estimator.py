@@ -51,6 +51,8 @@ class Estimator:
         index: Any = None,
         values: Tensor | None = None,
         tokens: Tensor | None = None,
+        episode: Sequence[int] | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of responses.
@@ -60,6 +62,7 @@ class Estimator:
             index: N ids of prompts; without them each row is a group of its own.
             values: [N, T], for graphs with a critic; returns are then advantages plus values, else the advantages.
             tokens: [N, T], ids of the responses, where the trainer passes them.
+            episode, prompts: where a row is a step; as of `Rollouts`.
             given: further arguments of the trainer, for `states`.
         """
         group = range(len(response_mask)) if index is None else index
@@ -69,7 +72,9 @@ class Estimator:
             mask=response_mask,
             rewards=token_level_rewards,
             group=list(group),
+            episode=episode,
             tokens=tokens,
+            prompts=prompts,
             states=states,
             values=values,
         )

@@ -142,13 +142,17 @@ class CreditGraph:
         return spans.scatter(kept, rollouts.trained).where(rollouts.trained, 0.0).to(rollouts.mask.device)
 
     def credit(self, rollouts: Rollouts) -> tuple[Credit, Spans]:
-        """The graph's credit with one row per response, or per turn; and which tokens of the rollouts its rows are."""
+        """The graph's credit with one row per episode, or per turn; and which tokens of the rollouts its rows are."""
         self._check_rollouts(rollouts)
         if self._policy is not None and rollouts.responses is None and rollouts.tokens is not None:
             pieces = whole_rows(rollouts.trained, gaps=True).gather(rollouts.tokens).to_lists()
             rollouts = replace(rollouts, responses=self._policy.tokenizer.batch_decode(pieces))
         iteration, self._iteration = self._iteration, self._iteration + 1
-        spans = turns_of(rollouts.trained) if self.turns else whole_rows(rollouts.trained, self._reads_text())
+        spans = (
+            turns_of(rollouts.trained)
+            if self.turns
+            else whole_rows(rollouts.trained, self._reads_text(), rollouts.first)
+        )
         group = places_of_groups(rollouts.group)
         uid = torch.arange(len(spans.row)) + (iteration << 32)
         host: dict[type, Any] = {
@@ -223,6 +227,8 @@ class CreditGraph:
             raise DataError(
                 f"{place}: it reads texts, but the trainer's hook passes no token ids; see Rollouts.tokens."
             )
+        if self._reads_text() and not self.turns and rollouts.episode is not None:
+            raise DataError(f"{place}: it reads texts, and the steps of an episode have none in one piece.")
         if rollouts.values is None and any(self._graph[w.source].use == CRITIC for w in self._wires()):
             raise DataError(f"{place}: it reads values, but the trainer gave none; see Rollouts.values.")
 

@@ -17,17 +17,19 @@ UNKNOWN_FINISH = "unknown"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rollouts:
-    """A batch of responses as another trainer holds it: one row per response, padded on the right.
+    """A batch of responses as another trainer holds it: one row per response, or per step, padded on the right.
 
     Attributes:
         mask: bool or number [N, T], not 0 where the policy sampled the token and is trained on it; 0 on padding and on
             what a tool or an environment wrote.
         rewards: float [N], or [N, T] with each reward at a token. A row without a finite reward gets zero credit.
         group: N ids; responses to the same prompt share one.
+        episode: N ids, where a row is a step: the rows of an episode share one, next to each other and in order. By
+            default every row is an episode. Steps with `prompts` have states: what the policy has not read before.
         tokens: int [N, T], ids of the response; None where the trainer's hook does not pass them.
         prompts: N prompts as token ids, without padding; None where they are not passed.
         turn_rewards: of each row, the reward of each of its turns; by default `rewards` [N, T] says where they are,
-            and `rewards` [N] belong to the last turn.
+            and `rewards` [N] belong to the last turn of their row.
         states: of each row, a key of the environment's state before each turn, "" where unknown; by default the tokens
             that were read since the turn before, where `tokens` are known.
         values: float [N, T], a critic's value before each token.
@@ -40,6 +42,7 @@ class Rollouts:
     mask: Tensor
     rewards: Tensor
     group: Sequence[Hashable] | Tensor | np.ndarray[Any, Any]
+    episode: Sequence[Hashable] | Tensor | np.ndarray[Any, Any] | None = None
     tokens: Tensor | None = None
     prompts: Sequence[Sequence[int]] | None = None
     turn_rewards: Sequence[Sequence[float]] | None = None
@@ -53,6 +56,8 @@ class Rollouts:
     temperature: float = 1.0
     trained: Tensor = field(init=False)
     """bool [N, T], `mask` on the CPU"""
+    first: Tensor = field(init=False)
+    """int64 [N], the first row of each row's episode"""
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -67,10 +72,26 @@ class Rollouts:
             raise DataError(
                 f"rollouts: rewards of shape {tuple(self.rewards.shape)}; expected {(rows,)} or {(rows, width)}."
             )
-        for name in ("group", "prompts", "turn_rewards", "states", "texts", "answers", "responses"):
+        for name in ("group", "episode", "prompts", "turn_rewards", "states", "texts", "answers", "responses"):
             value = getattr(self, name)
             if value is not None and len(value) != rows:
                 raise DataError(f"rollouts: {len(value)} entries in {name}, but {rows} rows in the mask.")
+        object.__setattr__(self, "first", torch.arange(rows) if self.episode is None else self._first_rows())
+
+    def _first_rows(self) -> Tensor:
+        """Raises DataError where rows of an episode are apart, or of several groups."""
+        episode, group = places_of_groups(self.episode), places_of_groups(self.group)
+        apart = (torch.diff(episode) < 0).nonzero()
+        if len(apart):
+            raise DataError(
+                f"rollouts: row {int(apart[0]) + 1} is apart from the other rows of its episode. Sort the batch by "
+                "episode, and its steps in order."
+            )
+        first = torch.searchsorted(episode, episode)
+        other = (group != group[first]).nonzero()
+        if len(other):
+            raise DataError(f"rollouts: row {int(other[0])} has another group than the first row of its episode.")
+        return first
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -78,29 +99,33 @@ class Rollouts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Spans:
-    """Tokens of rows: `at` holds the places of M pieces within `row`, int64 [M], each piece in rising order."""
+    """M pieces of rows: each begins in `row`, int64 [M]; `at` has its places in the rows end to end, rising."""
 
     row: Tensor
     at: Jagged
 
     def gather(self, padded: Tensor) -> Jagged:
         """The values of padded [N, T] in each piece."""
-        return self.at.with_values(padded.detach().cpu()[self.row[self.at.row_ids], self.at.values])
+        return self.at.with_values(padded.detach().cpu().reshape(-1)[self.at.values])
 
     def scatter(self, values: Jagged, like: Tensor) -> Tensor:
         """The values in a tensor of the shape of `like` [N, T], 0 outside of the pieces."""
         out = torch.zeros(like.shape, dtype=values.values.dtype)
-        out[self.row[self.at.row_ids], self.at.values] = values.values
+        out.view(-1)[self.at.values] = values.values
         return out
 
 
-def whole_rows(trained: Tensor, gaps: bool) -> Spans:
-    """Of each row of bools [N, T] the tokens that are trained on; with `gaps` also those between them."""
+def whole_rows(trained: Tensor, gaps: bool, first: Tensor | None = None) -> Spans:
+    """Of each row of bools [N, T] the tokens that are trained on; with `gaps` also those between them.
+
+    With `first` (`Rollouts.first`) those of each episode.
+    """
     if gaps:
         trained = trained.flip(1).cumsum(1).flip(1) > 0
-    return Spans(
-        row=torch.arange(len(trained)), at=Jagged.from_lengths(trained.nonzero(as_tuple=True)[1], trained.sum(1))
-    )
+    first = torch.arange(len(trained)) if first is None else first
+    row = torch.unique(first)
+    lengths = torch.zeros_like(first).index_add(0, first, trained.sum(1))
+    return Spans(row=row, at=Jagged.from_lengths(trained.flatten().nonzero()[:, 0], lengths[row]))
 
 
 def turns_of(trained: Tensor) -> Spans:
@@ -108,14 +133,14 @@ def turns_of(trained: Tensor) -> Spans:
     edges = torch.diff(torch.nn.functional.pad(trained.int(), (1, 1)), dim=1)
     row, begin = (edges == 1).nonzero(as_tuple=True)
     end = (edges == -1).nonzero(as_tuple=True)[1]
-    return Spans(row=row, at=Jagged.from_lengths(trained.nonzero(as_tuple=True)[1], end - begin))
+    return Spans(row=row, at=Jagged.from_lengths(trained.flatten().nonzero()[:, 0], end - begin))
 
 
-def starts(spans: Spans) -> Tensor:
-    """int64 [M]: the first place of each piece, 0 for one without tokens."""
+def starts(spans: Spans, width: int) -> Tensor:
+    """int64 [M]: the first place of each piece within its row of `width` tokens, 0 for one without tokens."""
     full = spans.at.lengths > 0
     first = torch.zeros_like(spans.row)
-    first[full] = spans.at.values[spans.at.offsets[:-1][full]]
+    first[full] = spans.at.values[spans.at.offsets[:-1][full]] % width
     return first
 
 
@@ -127,12 +152,13 @@ def places_of_groups(group: Any) -> Tensor:
 
 
 def outcomes(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """The sum of each row's rewards, float32 [N], and whether it is finite, bool [N]."""
+    """The sum of the rewards of each row's episode, float32 [N], and whether it is finite, bool [N]."""
     rewards = rollouts.rewards.detach().cpu().double()
     if rollouts.turn_rewards is not None:
-        total = torch.tensor([float(sum(row)) for row in rollouts.turn_rewards], dtype=torch.float64)
+        of_row = torch.tensor([float(sum(row)) for row in rollouts.turn_rewards], dtype=torch.float64)
     else:
-        total = rewards if rewards.dim() == 1 else rewards.sum(1)
+        of_row = rewards if rewards.dim() == 1 else rewards.sum(1)
+    total = torch.zeros_like(of_row).index_add(0, rollouts.first, of_row)[rollouts.first]
     valid = torch.isfinite(total)
     return total.where(valid, 0.0).float(), valid
 
@@ -144,7 +170,8 @@ def trajectories_of(rollouts: Rollouts, spans: Spans, group: Tensor, uid: Tensor
     unknown = torch.full(shape, torch.nan)
     row = spans.row
     prompts = Jagged.from_rows([[]] * len(rollouts) if rollouts.prompts is None else rollouts.prompts, torch.int32)
-    before = Jagged.from_rows([tokens[r, :b] for r, b in zip(row.tolist(), starts(spans).tolist(), strict=True)])
+    begins = starts(spans, shape[1]).tolist()
+    before = Jagged.from_rows([tokens[r, :b] for r, b in zip(row.tolist(), begins, strict=True)])
     responses = [""] * len(rollouts) if rollouts.responses is None else list(rollouts.responses)
     return Trajectories(
         uid=uid,
@@ -172,66 +199,79 @@ def rewards_of(rollouts: Rollouts, row: Tensor, uid: Tensor) -> Rewards:
 
 
 def turn_rows(rollouts: Rollouts, spans: Spans, uid: Tensor) -> Turns:
-    """The spans of `turns_of` as turns of episodes, which are the rows."""
-    row = spans.row
-    counts = torch.bincount(row, minlength=len(rollouts))
-    first = (counts.cumsum(0) - counts)[row]
-    turn = torch.arange(len(row)) - first
-    last = turn == counts[row] - 1
+    """The spans of `turns_of` as turns of episodes."""
+    episode = rollouts.first[spans.row]
+    counts = torch.bincount(episode, minlength=len(rollouts))
+    first = (counts.cumsum(0) - counts)[episode]
+    turn = torch.arange(len(episode)) - first
+    last = turn == counts[episode] - 1
     return Turns(
         uid=uid,
         episode=uid[first],
         turn=turn,
-        state=_states(rollouts, spans, counts),
-        reward=_turn_rewards(rollouts, spans, counts, last),
+        state=_states(rollouts, spans),
+        reward=_turn_rewards(rollouts, spans, turn == 0, last),
         done=last,
-        fault=[""] * len(row),
+        fault=[""] * len(episode),
     )
 
 
-def _turn_rewards(rollouts: Rollouts, spans: Spans, counts: Tensor, last: Tensor) -> Tensor:
+def _turn_rewards(rollouts: Rollouts, spans: Spans, first: Tensor, last: Tensor) -> Tensor:
     """float32 [M]: of a reward at a token, the turn is the last one that began at or before it."""
-    value, _ = outcomes(rollouts)
     if rollouts.turn_rewards is not None:
-        given = torch.tensor([len(r) for r in rollouts.turn_rewards])
-        _same_turns("turn_rewards", given, counts)
+        _same_turns("turn_rewards", rollouts.turn_rewards, spans)
         flat = [float(reward) for rewards in rollouts.turn_rewards for reward in rewards]
         return torch.nan_to_num(torch.tensor(flat, dtype=torch.float32), 0.0, 0.0, 0.0)
-    if rollouts.rewards.dim() == 1:
-        return value[spans.row].where(last, 0.0)
-    sums = torch.nan_to_num(rollouts.rewards.detach().cpu().double(), 0.0, 0.0, 0.0).cumsum(1)
-    sums = torch.nn.functional.pad(sums, (1, 0))
-    # A turn's rewards end where the next turn begins; those before the first turn are its own.
-    begin = starts(spans)
-    begin[torch.nn.functional.pad(last[:-1], (1, 0), value=True)] = 0
-    end = torch.cat([begin[1:], begin[:1]]).where(~last, rollouts.mask.shape[1])
-    return (sums[spans.row, end] - sums[spans.row, begin]).float()
+    rows, width = rollouts.mask.shape
+    rewards = rollouts.rewards.detach().cpu().double()
+    if rewards.dim() == 1:
+        rewards = torch.nn.functional.pad(rewards[:, None], (width - 1, 0))
+    sums = torch.nn.functional.pad(torch.nan_to_num(rewards, 0.0, 0.0, 0.0).flatten().cumsum(0), (1, 0))
+    # A turn's rewards end where the next turn of its episode begins; those before the first turn are its own.
+    episode = rollouts.first[spans.row]
+    begin = (episode * width).where(first, spans.at.values[spans.at.offsets[:-1]])
+    beyond = (episode + torch.bincount(rollouts.first, minlength=rows)[episode]) * width
+    end = beyond.where(last, torch.cat([begin[1:], begin[:1]]))
+    return (sums[end] - sums[begin]).float()
 
 
-def _states(rollouts: Rollouts, spans: Spans, counts: Tensor) -> list[str]:
+def _states(rollouts: Rollouts, spans: Spans) -> list[str]:
+    """What the policy read since its last turn; "start" where a group has read its prompt alone, "" if not known."""
     if rollouts.states is not None:
-        _same_turns("states", torch.tensor([len(s) for s in rollouts.states]), counts)
+        _same_turns("states", rollouts.states, spans)
         return [state for states in rollouts.states for state in states]
-    if rollouts.tokens is None:
-        first = torch.diff(spans.row, prepend=torch.tensor([-1])) != 0
-        return ["start" if begins else "" for begins in first.tolist()]
-    tokens = rollouts.tokens.detach().cpu()
-    states, before = [], (-1, 0)
-    for row, begin, length in zip(spans.row.tolist(), starts(spans).tolist(), spans.at.lengths.tolist(), strict=True):
-        start = before[1] if row == before[0] else 0
-        # The first turn has read the prompt, which its group shares.
-        states.append(" ".join(map(str, tokens[row, start:begin].tolist())) or "start")
-        before = (row, begin + length)
+    rows, begins = spans.row.tolist(), starts(spans, rollouts.mask.shape[1]).tolist()
+    tokens = None if rollouts.tokens is None else rollouts.tokens.tolist()
+    states: list[str] = []
+    ends: dict[int, int] = {}  # after the last turn of each row
+    for row, begin, length in zip(rows, begins, spans.at.lengths.tolist(), strict=True):
+        is_first, follows = row not in ends, int(rollouts.first[row]) != row
+        if is_first and not follows:
+            read = [] if tokens is None else tokens[row][:begin]
+            states.append(" ".join(map(str, read)) or "start")
+        elif tokens is None or (is_first and rollouts.prompts is None):
+            states.append("")
+        else:
+            new = _read_since(rollouts.prompts, tokens, row, ends.get(row - 1, 0)) if is_first else []
+            states.append(" ".join(map(str, [*new, *tokens[row][ends.get(row, 0) : begin]])))
+        ends[row] = begin + length
     return states
 
 
-def _same_turns(name: str, given: Tensor, counts: Tensor) -> None:
-    if not torch.equal(given, counts):
-        row = int((given != counts).nonzero()[0])
-        raise DataError(
-            f"rollouts: {name} has {int(given[row])} entries in row {row}, but its mask has {int(counts[row])} turns "
-            "(runs of tokens that the policy sampled). Give one entry per turn."
-        )
+def _read_since(prompts: Any, tokens: list[list[int]], row: int, end: int) -> list[int]:
+    """The prompt of a step, without the prompt and the sampled tokens of the step before if it begins with them."""
+    prompt, before = list(prompts[row]), [*prompts[row - 1], *tokens[row - 1][:end]]
+    return prompt[len(before) :] if prompt[: len(before)] == before else prompt
+
+
+def _same_turns(name: str, given: Sequence[Sequence[Any]], spans: Spans) -> None:
+    counts = torch.bincount(spans.row, minlength=len(given)).tolist()
+    for row, (entries, count) in enumerate(zip(given, counts, strict=True)):
+        if len(entries) != count:
+            raise DataError(
+                f"rollouts: {name} has {len(entries)} entries in row {row}, but its mask has {count} turns "
+                "(runs of tokens that the policy sampled). Give one entry per turn."
+            )
 
 
 def prompts_of(rollouts: Rollouts, group: Tensor) -> Prompts:

@@ -11,9 +11,10 @@ For other settings, or an experiment class of one's own, call `register` before 
             return CreditTrainer(*args, **kwargs)
 
 SkyRL's estimators receive a mask of the whole response, what the environment wrote included. `CreditTrainer` gives a
-graph the loss mask, whose runs of ones are the turns, and the token ids.
+graph the loss mask, whose runs of ones are the turns, and the token ids; of step-wise trajectories the steps of each.
 """
 
+import itertools
 import sys
 from typing import Any
 
@@ -41,6 +42,8 @@ class SkyRLEstimator(Estimator):
     """An estimator that reads the batch of `CreditTrainer`."""
 
     batch: Any = None
+    last: list[bool] | None = None
+    """Of step-wise trajectories, whether each row is the last step"""
 
     def __call__(
         self,
@@ -48,7 +51,7 @@ class SkyRLEstimator(Estimator):
         response_mask: Tensor,
         index: Any = None,
         values: Tensor | None = None,
-        tokens: Tensor | None = None,
+        *rest: Any,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """As `Estimator`, of rows that are padded on the left; those that only fill the batch get zeros."""
@@ -60,7 +63,8 @@ class SkyRLEstimator(Estimator):
             )
         rows = len(response_mask) - self.batch.metadata.get("pad_size", 0)
         width = response_mask.shape[1]
-        begins = (response_mask[:rows] != 0).int().argmax(1, keepdim=True)
+        # The trainer's own: with step-wise trajectories it passes ones.
+        begins = (self.batch["response_mask"][:rows] != 0).int().argmax(1, keepdim=True)
         places = (torch.arange(width, device=begins.device) + begins) % width
 
         def at_left(value: Tensor) -> Tensor:
@@ -72,12 +76,21 @@ class SkyRLEstimator(Estimator):
             index[:rows],
             None if values is None else at_left(values),
             at_left(self.batch["sequences"][:, -width:]),
+            **self._steps(rows, width),
             **given,
         )
         out = torch.zeros(2, *response_mask.shape, dtype=advantages.dtype, device=advantages.device)
         out[0, :rows].scatter_(1, places, advantages)
         out[1, :rows].scatter_(1, places, returns)
         return out[0], out[1]
+
+    def _steps(self, rows: int, width: int) -> dict[str, Any]:
+        """Of step-wise trajectories which steps belong together, and their prompts."""
+        if self.last is None:
+            return {}
+        read = self.batch["attention_mask"][:rows, :-width] != 0
+        prompts = [row[kept].tolist() for row, kept in zip(self.batch["sequences"][:rows, :-width], read, strict=True)]
+        return {"episode": [0, *itertools.accumulate(self.last[: rows - 1])], "prompts": prompts}
 
 
 class SkyRLLoss(Loss):
@@ -126,11 +139,21 @@ class CreditTrainer(RayPPOTrainer):  # type: ignore[misc]
         estimator = AdvantageEstimatorRegistry.get(self.cfg.trainer.algorithm.advantage_estimator)
         if not isinstance(estimator, SkyRLEstimator):
             return super().compute_advantages_and_returns(data)
-        estimator.batch = data
+        last = data.metadata.get("is_last_step")
+        estimator.batch, estimator.last = data, last
         try:
-            return super().compute_advantages_and_returns(data)
+            if last is None:
+                return super().compute_advantages_and_returns(data)
+            # SkyRL would give the estimator the last steps alone, and spread a number over the others.
+            data.metadata["is_last_step"] = [True] * len(last)
+            data = super().compute_advantages_and_returns(data)
         finally:
-            estimator.batch = None
+            estimator.batch = estimator.last = None
+        data.metadata["is_last_step"] = last
+        final = data["rewards"][torch.tensor(last[: len(last) - data.metadata.get("pad_size", 0)]).nonzero()[:, 0]]
+        reward = final.sum(-1).mean().item()
+        data.metadata["metrics"]["avg_final_rewards"] = self.all_metrics["loss/avg_final_rewards"] = reward
+        return data
 
 
 class CreditExperiment(BasePPOExp):  # type: ignore[misc]
@@ -159,11 +182,6 @@ def check(cfg: SkyRLTrainConfig, asynchronous: bool = False) -> None:
     """Raises ConfigError where the chosen graphs cannot run in a trainer of SkyRL, before a model is loaded."""
     estimator = AdvantageEstimatorRegistry.get(cfg.trainer.algorithm.advantage_estimator)
     if isinstance(estimator, SkyRLEstimator):
-        if cfg.generator.step_wise_trajectories:
-            raise ConfigError(
-                f"{PREFIX}{estimator.graph}: with generator.step_wise_trajectories=true SkyRL spreads one number over "
-                "the steps of a trajectory, so no graph can credit them. Set it to false, or use an estimator of SkyRL."
-            )
         estimator.credit  # noqa: B018 - builds it
     loss = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
     if isinstance(loss, SkyRLLoss):

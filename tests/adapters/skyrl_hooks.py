@@ -30,6 +30,20 @@ def right_aligned(rows):
     return torch.tensor([[0.0] * (width - len(row)) + row for row in rows])
 
 
+def steps_of(given):
+    """The batch with a row for each turn, as step-wise trajectories have them: what was read ends the row before."""
+    out = {name: [] for name in ("prompts", "responses", "rewards", "masks", "logprobs", "values", "uid", "last")}
+    for i, mask in enumerate(given["masks"]):
+        begin = mask.index(0) + mask[mask.index(0) :].index(1)
+        for cut in (slice(0, begin), slice(begin, None)):
+            out["prompts"].append(given["prompts"][i] + given["responses"][i][: cut.start])
+            for name in ("responses", "rewards", "masks", "logprobs", "values"):
+                out[name].append(given[name][i][cut])
+            out["uid"].append(given["uid"][i])
+            out["last"].append(cut.stop is None)
+    return out
+
+
 def batch_of(given):
     """The trainer's batch, padded on the left, with one row that only fills it."""
     sequences, attention, response_mask, rewards, loss_mask, logprobs, _ = convert_prompts_responses_to_batch_tensors(
@@ -52,6 +66,8 @@ def batch_of(given):
         }
     )
     batch.metadata = {"uids": list(given["uid"]), "avg_response_length": 1.0}
+    if "last" in given:
+        batch.metadata["is_last_step"] = list(given["last"])
     return pad_training_input_batch(batch, 1)
 
 
@@ -67,10 +83,10 @@ def settings(step_wise=False, **algorithm):
     )
 
 
-def trainer_of(kind, name):
+def trainer_of(kind, name, step_wise=False):
     """A trainer with what the step from rewards to advantages reads of it."""
     trainer = object.__new__(kind)
-    trainer.cfg = settings(advantage_estimator=name)
+    trainer.cfg = settings(step_wise, advantage_estimator=name)
     trainer.all_metrics = {}
     return trainer
 
@@ -110,12 +126,17 @@ def main():
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "mine", "creditgraph:srpo"):
         out[name] = said(lambda name=name: advantages(name))
     out["ppo"] = [advantages("creditgraph:ppo", column=column) for column in ("advantages", "returns")]
+    for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "creditgraph:ppo"):
+        trainer, batch = trainer_of(CreditTrainer, name, step_wise=True), batch_of(steps_of(given))
+        batch = trainer.compute_advantages_and_returns(batch)
+        columns = {key: batch[key].tolist() for key in ("advantages", "returns")}
+        metric = "loss/avg_final_rewards"
+        out[f"steps {name}"] = columns | {"last": batch.metadata["is_last_step"], metric: trainer.all_metrics[metric]}
     out["asynchronous"] = said(lambda: advantages("creditgraph:gigpo", AsynchronousTrainer))
     out["plain trainer"] = said(lambda: advantages("creditgraph:mt_grpo", RayPPOTrainer))
     chosen = {
         "grpo": {"advantage_estimator": "grpo"},
         "mt_grpo, p_trace": {"advantage_estimator": "creditgraph:mt_grpo", "policy_loss_type": "creditgraph:p_trace"},
-        "step-wise": {"advantage_estimator": "creditgraph:mt_grpo", "step_wise": True},
         "srpo": {"advantage_estimator": "creditgraph:srpo"},
         "loss of grpo_lambda": {"policy_loss_type": "creditgraph:grpo_lambda"},
     }

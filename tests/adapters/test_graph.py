@@ -68,6 +68,88 @@ def test_states_may_be_given_and_without_tokens_only_that_of_the_first_turn_is_k
     torch.testing.assert_close(graph(rollouts(tokens=None)), graph(rollouts(states=first)))
 
 
+def steps(batch, merged=(), **changes):
+    """The same episodes with a row for each turn, as trainers of steps have them; `merged` rows stay whole."""
+    out = {name: [] for name in ("mask", "rewards", "tokens", "values", "group", "episode", "prompts")}
+    places = []
+    for i, runs in enumerate(slow.turns(MASK)):
+        begins = [0] if i in merged else [0, *(begin for begin, _ in runs[1:])]
+        # The last token of a turn ends its row; what it led to is in the prompt of the next.
+        ends = [batch.mask.shape[1]] if i in merged else [end for _, end in runs]
+        for begin, end in zip(begins, ends, strict=True):
+            places.append((i, begin, end))
+            for name in ("mask", "rewards", "tokens", "values"):
+                row = torch.zeros(9, dtype=getattr(batch, name).dtype)
+                row[: end - begin] = getattr(batch, name)[i, begin:end]
+                out[name].append(row)
+            out["group"].append(GROUP[i])
+            out["episode"].append(f"episode {i}")
+            out["prompts"].append([7, 8, 9][: 2 + (GROUP[i] == "a")] + batch.tokens[i, :begin].tolist())
+    stacked = {name: torch.stack(value) if torch.is_tensor(value[0]) else value for name, value in out.items()}
+    return Rollouts(**(stacked | changes)), places
+
+
+@pytest.mark.parametrize("merged", [(), (1, 4)], ids=["", "two rows stay whole"])
+@pytest.mark.parametrize("graph", ["grpo", "drgrpo", "mt_grpo", "gigpo", "gae_turns", "turn_ppo", "ppo"])
+def test_steps_of_episodes_are_credited_as_episodes_in_one_row(graph, merged):
+    tokens = rollouts().tokens
+    tokens[3, 0] = 0  # not in the prompt, which its group shares
+    values = torch.rand(5, 7, generator=torch.Generator().manual_seed(5))
+    mask = torch.tensor(MASK)
+    # Rewards at tokens of turns only: between them they would be in no row.
+    batch = rollouts(values=values, tokens=tokens, rewards=rollouts().rewards * mask)
+    in_rows, places = steps(batch, merged)
+    credit = CreditGraph(graph)
+    whole, parts = credit(batch), credit(in_rows)
+    for part, (i, begin, end) in zip(parts, places, strict=True):
+        torch.testing.assert_close(part[: end - begin], whole[i, begin:end])
+        assert not part[end - begin :].any()
+    assert whole.any()
+
+
+def test_the_state_of_a_step_is_what_is_new_in_its_prompt():
+    mask = torch.ones(5, 2)
+    given = {"mask": mask, "rewards": torch.tensor([0.0, 1.0, 0.0, 0.0, 0.5]), "group": ["a"] * 5}
+    given |= {"episode": [0, 0, 1, 1, 2], "tokens": torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8], [9, 9]])}
+    graph = CreditGraph("gigpo")
+    # The first episode's second prompt goes on with what it sampled, the other's was written again.
+    histories = graph(Rollouts(**given, prompts=[[0], [0, 1, 2, 20], [0], [20], [0]]))
+    same = graph(Rollouts(**given, states=[["start"], ["20"], ["start"], ["20"], ["start"]]))
+    other = graph(Rollouts(**given, states=[["start"], ["20"], ["start"], ["21"], ["start"]]))
+    torch.testing.assert_close(histories, same)
+    assert (same[1] - other[1]).abs().max() > 0.1
+    unknown = graph(Rollouts(**given))
+    torch.testing.assert_close(unknown, graph(Rollouts(**given, states=[["start"], [""], ["start"], [""], ["start"]])))
+
+
+def test_a_reward_per_step_belongs_to_its_last_turn():
+    batch = rollouts(tokens=torch.zeros(5, 7, dtype=torch.int64), values=torch.zeros(5, 7))
+    in_rows, _ = steps(batch)
+    of_step = in_rows.rewards.sum(1)
+    graph = CreditGraph("mt_grpo")
+    torch.testing.assert_close(graph(steps(batch, rewards=of_step)[0]), graph(in_rows))
+    torch.testing.assert_close(graph(steps(batch, turn_rewards=of_step[:, None].tolist())[0]), graph(in_rows))
+    of_step[0] = float("nan")
+    lost = CreditGraph("grpo")(steps(batch, rewards=of_step)[0])
+    assert not lost[:2].any(), "the rows of the episode whose outcome is not known"
+    assert lost[2:].any()
+
+
+def test_steps_that_are_apart_or_of_two_groups_or_read_as_texts_are_refused():
+    given = {"mask": torch.ones(3, 2), "rewards": torch.ones(3)}
+    with pytest.raises(
+        DataError, match=r"row 2 is apart from the other rows of its episode. Sort the batch by episode"
+    ):
+        Rollouts(**given, group=[0, 0, 0], episode=[5, 6, 5])
+    with pytest.raises(DataError, match=r"row 1 has another group than the first row of its episode"):
+        Rollouts(**given, group=[0, 1, 1], episode=[5, 5, 6])
+    with pytest.raises(DataError, match=r"2 entries in episode, but 3 rows"):
+        Rollouts(**given, group=[0, 1, 1], episode=[5, 5])
+    graph = CreditGraph("rredcot", "model.path=anything", policy=object())
+    with pytest.raises(DataError, match=r"the steps of an episode have none in one piece"):
+        graph(Rollouts(**given, group=[0, 0, 0], episode=[5, 5, 6], tokens=torch.ones(3, 2, dtype=torch.int64)))
+
+
 def test_padding_order_and_further_batches_change_nothing():
     graph = CreditGraph("gigpo")
     batch = rollouts()

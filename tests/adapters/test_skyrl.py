@@ -130,13 +130,31 @@ def test_a_critic_of_skyrl_is_read_at_the_tokens_of_its_values(found, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("graph", ["creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "creditgraph:ppo"])
+def test_the_steps_of_a_trajectory_get_what_its_turns_have_in_one_row(found, graph):
+    steps = found[f"steps {graph}"]
+    whole = {"advantages": found[graph]} if graph != "creditgraph:ppo" else dict(zip(steps, found["ppo"], strict=False))
+    width = len(steps["advantages"][0])
+    for column, rows in whole.items():
+        expected = []
+        for row, mask, length in zip(rows, MASKS, LENGTHS, strict=False):
+            begin = mask.index(0) + mask[mask.index(0) :].index(1)
+            own = row[WIDTH - length :]
+            expected += [[0.0] * (width - len(part)) + part for part in (own[:begin], own[begin:])]
+        got = torch.tensor(steps[column])
+        torch.testing.assert_close(got[:-1], torch.tensor(expected), atol=1e-6, rtol=1e-6)
+        assert not got[-1].any(), "the row that fills the batch"
+    assert steps["last"] == found["steps grpo"]["last"] == [False, True] * 4 + [True]
+    assert steps["loss/avg_final_rewards"] == found["steps grpo"]["loss/avg_final_rewards"]
+
+
+@pytest.mark.slow
 def test_what_cannot_run_there_says_so_before_a_model_is_loaded(found):
     assert "expected one sampler of independent responses" in found["creditgraph:srpo"]
     assert "return a CreditTrainer of that module" in found["plain trainer"]
     assert found["check grpo"] is None
     assert found["check mt_grpo, p_trace"] is None
     assert found["check srpo"] == found["creditgraph:srpo"]
-    assert "step_wise_trajectories=true SkyRL spreads one number" in found["check step-wise"]
     assert "bounds advantages at -0.1, but SkyRL has divided them" in found["check loss of grpo_lambda"]
     assert "Set trainer.algorithm.policy_loss_type to rollout_is or dppo" in found["asynchronous loss"]
     assert "its loss needs entropies" in found["creditgraph:s_trace token_mean"]

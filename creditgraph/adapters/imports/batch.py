@@ -12,16 +12,15 @@ from torch import Tensor
 from creditgraph.adapters.imports.row import Message, Part, Row, text_of
 from creditgraph.adapters.rows import (
     Rollouts,
-    Spans,
     places_of_groups,
     prompts_of,
     rewards_of,
     trajectories_of,
     turn_rows,
     turns_of,
+    whole_rows,
 )
 from creditgraph.pipeline.core.errors import DataError
-from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Credit, Payload, ReferenceLogprobs, TokenLogprobs
 
 UNKNOWN, UNKNOWN_VERSION = "not recorded", -1
@@ -131,7 +130,7 @@ def payloads(rows: Sequence[Row], iteration: int, turns: bool) -> dict[str, Payl
     rollouts = rollouts_of(rows)
     lengths = torch.tensor([len(row.tokens or ()) for row in rows])
     inside = torch.arange(rollouts.mask.shape[1])[None, :] < lengths[:, None]
-    spans = turns_of(rollouts.trained) if turns else _all_of(inside)
+    spans = turns_of(rollouts.trained) if turns else whole_rows(inside, gaps=False)
     group = places_of_groups(rollouts.group) + (iteration << _ITERATION)
     uid = torch.arange(len(spans.row)) + (iteration << _ITERATION) + (1 << _NODE)
     trajectories = trajectories_of(rollouts, spans, group, uid)
@@ -173,8 +172,3 @@ def _numbers(rows: Sequence[Row], name: str, shape: Sequence[int]) -> Tensor:
         found = getattr(row, name) or ()
         out[i, : len(found)] = torch.tensor([torch.nan if x is None else float(x) for x in found])
     return out
-
-
-def _all_of(inside: Tensor) -> Spans:
-    """All tokens of each row of bools [N, T], which are at its begin."""
-    return Spans(row=torch.arange(len(inside)), at=Jagged.from_lengths(inside.nonzero(as_tuple=True)[1], inside.sum(1)))
