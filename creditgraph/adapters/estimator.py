@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Estimator:
         index: Any = None,
         values: Tensor | None = None,
         tokens: Tensor | None = None,
-        episode: Sequence[int] | None = None,
+        episode: Sequence[Hashable] | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:

@@ -8,17 +8,30 @@ one's own and name that.
 
 verl passes rewards, masks and uids to an estimator, no token ids and no values. So graphs that read texts or a critic
 cannot run, and where a graph compares the states of turns (`gigpo`, `gae_turns`), states are unknown without `states`.
+
+An agent loop may give several outputs per session. verl shows them to an estimator as responses of their own, each with
+the score of the last; a graph gets them as the steps of an episode with that score once.
 """
 
+import functools
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, agg_loss, register_adv_est, register_policy_loss
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version
 from creditgraph.adapters.graph import graph_names
 
 TESTED = ("0.9",)
+# The step from rewards to advantages of verl's trainer, and the modules that hold it.
+STEP = "compute_advantage_for_multi_trajectories"
+MODULES = ("verl.trainer.ppo.v1.utils", "verl.trainer.ppo.v1.trainer_base")
 
 
 def register(graph: str, *overrides: str, name: str = "", states: States | None = None) -> None:
@@ -51,6 +64,62 @@ def register(graph: str, *overrides: str, name: str = "", states: States | None 
     register_policy_loss(name)(policy_loss)
 
 
+def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's step from rewards to advantages, which gives graphs the outputs of a session as steps of an episode."""
+
+    @functools.wraps(step)
+    def stepped(data: Any, batch_keys: Sequence[str], adv_estimator: Any, *args: Any, **given: Any) -> Any:
+        estimator = ADV_ESTIMATOR_REGISTRY.get(adv_estimator)
+        outputs = [key.rsplit("_", 1) for key in batch_keys]  # uid_session, place of the output in it
+        if not isinstance(estimator, Estimator) or len({session for session, _ in outputs}) == len(outputs):
+            return step(data, batch_keys, adv_estimator, *args, **given)
+        order = sorted(range(len(outputs)), key=lambda i: (outputs[i][0], int(outputs[i][1])))
+        sessions = [outputs[i][0] for i in order]
+        last = torch.tensor([one != other for one, other in pairwise([*sessions, None])])[:, None]
+        # verl copies the score of the last output to the others; what is not a score, as a KL in the reward, is theirs.
+        rewards, scores = (data.batch[name][order] for name in ("token_level_rewards", "token_level_scores"))
+        advantages, returns = estimator(
+            rewards.where(last, rewards - scores),
+            data.batch["response_mask"][order],
+            data.non_tensor_batch["uid"][order],
+            episode=sessions,
+            config=given.get("config"),
+        )
+        back = torch.tensor(order).argsort()
+        data.batch["advantages"], data.batch["returns"] = advantages[back], returns[back]
+        return data
+
+    return stepped
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Puts `by_sessions` in the place of verl's step when verl imports it.
+
+    verl imports this module while it is imported itself, when its trainer with all that it needs is not.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != MODULES[0]:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def loaded(module: Any) -> None:
+            load(module)
+            setattr(module, STEP, by_sessions(getattr(module, STEP)))
+
+        spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        return spec
+
+
+if MODULES[0] in sys.modules:
+    for _module in filter(None, map(sys.modules.get, MODULES)):
+        setattr(_module, STEP, by_sessions(getattr(_module, STEP)))
+else:
+    sys.meta_path.insert(0, _Finder())
 check_version("verl", TESTED)
 for _graph in graph_names():
     register(_graph)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
 
@@ -23,6 +25,26 @@ REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at 
 # By hand: of two rewards the larger has +1, the smaller −1; the first turn has its own and the outcome's, the last the
 # outcome's alone. Group "a": .3 and 0, then 1.3 and 1; group "b": 0 and .25, then .5 and .25.
 MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
+
+
+def outputs():
+    """Each row of MASK as a session of two outputs, out of order, with a penalty per token; and their places."""
+    kl = -0.1 * torch.rand(4, 7, generator=torch.Generator().manual_seed(1)) * torch.tensor(MASK)
+    out = {name: [] for name in ("keys", "uid", "response_mask", "token_level_scores", "token_level_rewards")}
+    places = []
+    for i, runs in enumerate(slow.turns(MASK)):
+        for k, (begin, end) in enumerate([(0, runs[1][0]), (runs[1][0], 7)]):
+            row = torch.zeros(3, 7)
+            row[0, : end - begin] = torch.tensor(MASK[i][begin:end])
+            row[1, int(row[0].nonzero().max())] = sum(REWARDS[i])  # verl copies the last output's score to all
+            row[2, : end - begin] = kl[i, begin:end]
+            out["keys"].append(f"{UID[i]}_{i}_{k}")
+            out["uid"].append(UID[i])
+            for name, values in zip(list(out)[2:], (row[0], row[1], row[1] + row[2]), strict=True):
+                out[name].append(values.tolist())
+            places.append((i, begin, end))
+    order = [5, 0, 3, 6, 1, 7, 2, 4]
+    return {name: [values[j] for j in order] for name, values in out.items()}, [places[j] for j in order], kl
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +63,7 @@ def batch():
         "old_log_prob": old.tolist(),
         "log_prob": (old + 0.3 * torch.randn(4, 7, generator=generator)).tolist(),
         "advantages": torch.randn(4, 7, generator=generator).tolist(),
+        "sessions": outputs()[0],
     }
 
 
@@ -71,6 +94,21 @@ def test_estimators_equal_loops(found, batch):
     torch.testing.assert_close(
         torch.tensor(found["grpo"]) * 2**0.5, torch.tensor(found["creditgraph:grpo"]), atol=1e-4, rtol=1e-4
     )
+
+
+def test_the_outputs_of_a_session_are_steps_of_one_response_with_one_score(found):
+    _, places, rewards = outputs()
+    for i, runs in enumerate(slow.turns(MASK)):
+        rewards[i, runs[1][1] - 1] += sum(REWARDS[i])
+    states = [["start", ""]] * 4
+    for name in ("grpo", "gigpo"):
+        rollouts = Rollouts(mask=torch.tensor(MASK), rewards=rewards, group=UID, states=states)
+        expected = CreditGraph(name)(rollouts)
+        for row, (i, begin, end) in zip(found[f"sessions creditgraph:{name}"], places, strict=True):
+            torch.testing.assert_close(torch.tensor(row[: end - begin]), expected[i, begin:end], atol=1e-6, rtol=1e-6)
+            assert not any(row[end - begin :])
+    # verl's own reads the last output alone, whose penalty is not all of it.
+    assert found["sessions grpo"] != found["sessions creditgraph:grpo"]
 
 
 def test_a_graph_that_cannot_run_here_says_so(found):

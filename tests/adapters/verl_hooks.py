@@ -13,6 +13,7 @@ from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.v1 import trainer_base
 from verl.workers.config import FSDPActorConfig
 
 from creditgraph.adapters.verl import register
@@ -31,6 +32,18 @@ def main():
             out[name] = compute_advantage(data, name, config=AlgoConfig()).batch["advantages"].tolist()
         except Exception as error:
             out[name] = f"{type(error).__name__}: {error}"
+    sessions = batch["sessions"]
+    for name in ("creditgraph:grpo", "creditgraph:gigpo", "grpo"):
+        columns = ("token_level_rewards", "token_level_scores", "response_mask")
+        data = DataProto.from_dict(
+            tensors={column: torch.tensor(sessions[column]) for column in columns},
+            non_tensors={"uid": np.array(sessions["uid"], dtype=object)},
+        )
+        # As verl's trainer calls it, by the name that it has imported.
+        data = trainer_base.compute_advantage_for_multi_trajectories(
+            data, batch_keys=sessions["keys"], adv_estimator=name, config=AlgoConfig()
+        )
+        out[f"sessions {name}"] = data.batch["advantages"].tolist()
     given = {name: torch.tensor(batch[name]) for name in ("old_log_prob", "log_prob", "advantages")}
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4)
     for name in ("creditgraph:grpo", "creditgraph:p_trace", "creditgraph:s_trace", "vanilla"):
