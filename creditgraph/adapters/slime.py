@@ -11,11 +11,14 @@ one is the graph's loss:
     loss_type: custom_loss
     custom_loss_function_path: creditgraph.adapters.slime.loss
 
-slime passes token ids, loss masks and log-probs, no values. Run by hand with slime at commit 624b824a8, which no
+slime passes token ids, loss masks and log-probs, no values. Samples that share a `rollout_id` and a reward, as slime's
+`TrajectoryManager` makes them of a history that was rewritten, are the steps of one response with that reward once;
+with rewards of their own they are responses. Run by hand with slime at commit 624b824a8, which no
 package index has.
 """
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,12 +59,22 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
         [0] * n if s.remove_sample else [1] * n if s.loss_mask is None else s.loss_mask
         for s, n in zip(samples, lengths, strict=True)
     ]
-    tokens = [sample.tokens[len(sample.tokens) - n :] for sample, n in zip(samples, lengths, strict=True)]
+    begins = [len(sample.tokens) - n for sample, n in zip(samples, lengths, strict=True)]
+    shared = [getattr(sample, "rollout_id", None) for sample in samples]
+    siblings: dict[Any, set[Any]] = {}
+    for rollout, reward in zip(shared, raw, strict=True):
+        siblings.setdefault(rollout, set()).add(reward)
+    alone = [rollout is None or len(siblings[rollout]) > 1 for rollout in shared]
+    episode = [("sample", i) if alone[i] else rollout for i, rollout in enumerate(shared)]
+    rewards = torch.tensor([torch.nan if reward is None else float(reward) for reward in raw])
+    last = torch.tensor([one != other for one, other in pairwise([*episode, None])])
     rollouts = Rollouts(
         mask=Jagged.from_rows(masks, torch.int64).to_padded(),
-        rewards=torch.tensor([torch.nan if reward is None else float(reward) for reward in raw]),
+        rewards=rewards.where(last | rewards.isnan(), 0.0),
         group=[sample.group_index for sample in samples],
-        tokens=Jagged.from_rows(tokens, torch.int64).to_padded(),
+        episode=episode,
+        tokens=Jagged.from_rows([s.tokens[b:] for s, b in zip(samples, begins, strict=True)], torch.int64).to_padded(),
+        prompts=[s.tokens[:b] for s, b in zip(samples, begins, strict=True)],
     )
     rows = _graph(*_chosen(args))(rollouts)
     return raw, [row[:n] for row, n in zip(rows, lengths, strict=True)]

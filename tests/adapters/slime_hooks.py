@@ -8,6 +8,7 @@ In PYTHONPATH are slime's sources, or tests/adapters/slime_stand_in.
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import slime.backends.megatron_utils.loss as slime_loss
@@ -60,6 +61,21 @@ def samples(given):
     ]
 
 
+def siblings(given, share):
+    """Two samples of each with two turns: the second one's prompt ends where its turn begins; rewards of their own."""
+    out = []
+    for sample in samples(given):
+        mask = sample.loss_mask
+        begin = mask and mask.index(0) + mask[mask.index(0) :].index(1)
+        for b, e in [(0, begin), (begin, None)] if mask else [(0, None)]:
+            own = {"index": len(out), "rollout_id": sample.index, "loss_mask": mask and mask[b:e]}
+            own["tokens"] = sample.tokens[: None if e is None else e + 2]
+            own["response_length"] = len(own["tokens"]) - b - 2
+            own["reward"] = sample.reward if share or not b else sample.reward + 1
+            out.append(replace(sample, **own))
+    return out
+
+
 def said(call):
     try:
         return call()
@@ -110,6 +126,9 @@ def main():
         args = Namespace(**ARGS, creditgraph=graph, creditgraph_overrides=overrides)
         raw, rows = adapter.credit(args, samples(given))
         out[graph] = {"raw": raw, "rows": [row.tolist() for row in rows], **step(given, args, rows)}
+        for name, share in (("siblings", True), ("of their own", False)):
+            raw, rows = adapter.credit(args, siblings(given, share))
+            out[f"{graph} {name}"] = {"raw": raw, "rows": [row.tolist() for row in rows]}
     args = Namespace(**ARGS)
     out["no graph"] = said(lambda: adapter.credit(args, samples(given)))
     out["no credit"] = said(lambda: adapter.advantages(args, {"rewards": [0.5, 1.0]}))

@@ -83,6 +83,21 @@ def test_turns_are_runs_of_the_loss_mask(found):
         assert found["gigpo"]["rows"][i] == pytest.approx(expected[: len(RESPONSES[i])], abs=1e-6)
 
 
+def test_samples_of_a_rollout_with_one_reward_are_its_steps(found):
+    for graph in ("grpo", "gigpo"):
+        whole = found[graph]["rows"]
+        rows = iter(found[f"{graph} siblings"]["rows"])
+        for row, mask in zip(whole, MASKS, strict=True):
+            parts = [next(rows) for _ in range(1 if mask is None else 2)]
+            assert [x for part in parts for x in part] == pytest.approx(row, abs=1e-6)
+    own = found["grpo of their own"]
+    masks = [[float(x != 0) for x in row] for row in own["rows"]]
+    groups = [g for g, mask in zip(GROUPS, MASKS, strict=True) for _ in range(1 if mask is None else 2)]
+    expected = slow.grpo(padded(masks), own["raw"], groups)
+    for row, advantages in zip(own["rows"], expected, strict=True):
+        assert row == pytest.approx(advantages[: len(row)], abs=1e-6)
+
+
 def test_the_loss_equals_a_loop_and_slimes_own(found, given):
     total, at = 0.0, 0
     logits = torch.tensor(given["logits"])

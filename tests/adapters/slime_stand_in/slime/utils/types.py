@@ -15,6 +15,7 @@ class Sample:
     reward: Any = None
     loss_mask: list[int] | None = None
     remove_sample: bool = False
+    rollout_id: int | None = None
 
     def get_reward_value(self, args):
         """The reward, or the one of them that a setting names."""
