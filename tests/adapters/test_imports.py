@@ -159,6 +159,25 @@ def test_turns_become_rows(lines, tmp_path):
     assert len(record(run, "advantage.credit")) == 3
 
 
+def test_steps_of_an_episode_are_its_turns(lines, tmp_path):
+    run = tmp_path / "run"
+    steps = [
+        {"prompt_ids": [1], "tokens": [5, 6], "reward": 0.25, "group": "a", "episode": 7},
+        {"prompt_ids": [1, 5, 6, 9], "tokens": [7], "reward": 0.5, "group": "a", "episode": 7},
+        {"prompt_ids": [1], "tokens": [8], "reward": 1.0, "group": "a"},
+    ]
+    command(lines(steps), "--from", "jsonl", "--graph", "mt_grpo", "-o", run)
+    turns = record(run, "rollouts.turns")
+    assert turns.reward.tolist() == [0.25, 0.5, 1.0]
+    assert turns.turn.tolist() == [0, 1, 0]
+    assert turns.state == ["start", "9", "start"]
+    assert turns.episode[0] == turns.episode[1] != turns.episode[2]
+    assert record(run, "rollouts.rewards").value.tolist() == [0.75, 0.75, 1.0]
+    assert record(run, "rollouts.trajectories").prompt_tokens.to_lists() == [[1], [1, 5, 6, 9], [1]]
+    with pytest.raises(DataError, match="row 2 is apart from the other rows of its episode"):
+        command(lines([steps[0], steps[2], steps[1]]), "--from", "jsonl", "-o", tmp_path / "apart")
+
+
 def test_other_commands_read_it(lines, tmp_path, capsys):
     run = tmp_path / "run"
     steps = [row | {"step": step} for step in range(2) for row in ROWS]

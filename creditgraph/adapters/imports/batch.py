@@ -106,6 +106,7 @@ def rollouts_of(rows: Sequence[Row]) -> Rollouts:
         mask=padded(lambda row: row.mask if row.mask is not None else [1] * len(row.tokens or ()), 0, torch.bool),
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         group=[row.group for row in rows],
+        episode=[(i,) if row.episode is None else row.episode for i, row in enumerate(rows)],
         tokens=padded(lambda row: row.tokens, 0, torch.int64),
         prompts=[list(row.prompt_ids or ()) for row in rows],
         turn_rewards=given("turn_rewards"),

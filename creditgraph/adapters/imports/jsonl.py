@@ -48,6 +48,8 @@ class Lines(Format):
         response = given.pop("response", "")
         given.setdefault("step", number_in(file.stem))
         given["group"] = str(given.get("group", given.get("prompt_ids", given.get("prompt"))))
+        if "episode" in given:
+            given["episode"] = str(given["episode"])
         if "reward" in given:
             given["reward"] = float(given["reward"])
         if "mask" in given:

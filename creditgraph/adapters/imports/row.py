@@ -35,6 +35,8 @@ class Row:
 
     Attributes:
         group: responses with equal groups in the same step are compared with each other.
+        episode: of which the row is one step; those of an episode lie next to each other, in order. Every row is a
+            turn then, or several.
         step: of the training; None where neither file nor row says it.
         prompt: its text, or its messages.
         prompt_ids: the prompt as token ids.
@@ -55,6 +57,7 @@ class Row:
     """
 
     group: str
+    episode: str | None = None
     step: int | None = None
     prompt: str | Sequence[Message] = ""
     prompt_ids: Sequence[int] | None = None

@@ -65,7 +65,7 @@ class Request:
         tokenizer: folder or hub name of the model's tokenizer, "" without.
         graph: computes the credit; "" takes the recorded advantages.
         settings: of that graph, as on the command line.
-        turns: whether turns become rows, as in runs with environments.
+        turns: whether turns become rows, as in runs with environments; they do where rows are steps of episodes.
         endpoint, model: of a server that scores texts for `creditgraph credit`; "" without.
     """
 
@@ -92,11 +92,12 @@ def import_files(request: Request) -> Imported:
     if RunDirectory(request.target).has_results:
         raise RunError(f"{request.target}: holds a run already; choose another folder with -o, or remove this one.")
     graph = CreditGraph(request.graph, *request.settings) if request.graph else None
-    turns = request.turns or (graph is not None and graph.turns)
     files = files_of(request.files, request.reader)
     texts = Texts(_tokenizer(request.tokenizer))
     rejected: list[dict[str, Any]] = []
     steps = _by_step(_rows(files, request, texts, rejected))
+    in_steps = any(row.episode is not None for rows in steps.values() for row in rows)
+    turns = request.turns or in_steps or (graph is not None and graph.turns)
     experiment = build_experiment(_configuration(request, graph, len(steps)), "the imported run")
     done = Imported(request.target, {step: len(rows) for step, rows in steps.items()})
     done.skipped.update(row["reason"] for row in rejected)
