@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from creditgraph.components.engine.channel import Update
-from creditgraph.components.engine.probe import compare_logprobs
+from creditgraph.components.engine.probe import ProbeError, compare_logprobs
 from creditgraph.components.engine.served.connection import check_closed
 from creditgraph.components.engine.served.dialect import InFlight, ServerError, failures, parsing, result_of
 from creditgraph.components.engine.served.launched import CHECK_SECONDS, Launched, describe
@@ -238,6 +238,7 @@ class Server(Launched):
     async def _recover(self, restart: bool) -> None:
         """Loads the current weights, or starts the server again, until it holds them; gives up after `restarts`."""
         wait = 0.1
+        started = is_off = False
         while self.state == "lost":
             update = self.current()
             if update is not None and update.transfer is not None and update.transfer.gone:
@@ -246,11 +247,12 @@ class Server(Launched):
                 restart = restart and self.process is not None and not self.process.running
             try:
                 if self.own and (restart or self.process is None or not self.process.running):
-                    if self.starts > self.settings.restarts:
+                    if self.starts > self.settings.restarts or is_off:
                         await self.stop_process()
                         self._become("gone")
                         return
                     await self.start()
+                    started = True
                 else:
                     if not await self.follow():
                         await self.connect()  # a transfer knows the server's start by its connection
@@ -269,6 +271,8 @@ class Server(Launched):
                 self.reason = describe(error)
                 self._become("lost")
                 restart = True
+                # A new process that computes otherwise than the learner is not alone with it: so would the next.
+                is_off = started and isinstance(error.__cause__, ProbeError)
                 await asyncio.sleep(wait)
                 wait = min(wait * 2, RETRY_SECONDS)
 

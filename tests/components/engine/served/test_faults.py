@@ -10,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,12 @@ import torch
 from creditgraph.components.engine import guard
 from creditgraph.components.engine.channel import ChannelSettings, FileChannel
 from creditgraph.components.engine.guard import descendants
+from creditgraph.components.engine.messages import ScoreRequest
+from creditgraph.components.engine.probe import Probe
 from creditgraph.components.engine.served.pool import AllServersLost
 from creditgraph.components.engine.served.process import Launch, ServerProcess
 from creditgraph.pipeline.core.errors import CreditgraphError, RunError
+from creditgraph.pipeline.core.payloads import Weights
 
 
 def test_one_of_three_killed_while_it_generates(fleet):
@@ -174,6 +179,21 @@ def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
         match=r"expected checksum \w+ of weights version 2, the server reports \w+: the weights were changed",
     ):
         run.load(2)
+
+
+def test_a_server_that_computes_otherwise_right_after_a_start_is_given_up(fleet):
+    run = fleet(1, restarts=3)
+    request = ScoreRequest(row=0, group=0, context=[3], tokens=[5, 6], temperature=1.0)
+    expected = Future()
+    expected.set_result([-50.0, -50.0])
+    update = replace(
+        run.channel.publish(Weights(version=1, tensors={"a": torch.zeros(4)})),
+        probe=Probe(request=request, expected=expected.result, tolerance=0.1),
+        expected=expected,
+    )
+    with pytest.raises(AllServersLost, match=r"its log-probs of a fixed sequence differ by up to [\d.]+ nats"):
+        run.pool.update(update)
+    assert run.pool.servers[0].starts == 2, "the first, and once more"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs: run as root")
