@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from installed.conftest import CHECKOUT, VARIABLES
+from installed.conftest import CHECKOUT, VARIABLES, Environment
 
 from creditgraph.pipeline.core.errors import EXTRAS
 from creditgraph.pipeline.core.registry import BUILTIN
@@ -136,6 +136,14 @@ def test_a_missing_extra_is_one_sentence(environment, arguments, extra, request,
     assert done.returncode == 2
     assert f"pip install 'creditgraph[{extra}]'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_megatron_trains_with_what_its_extra_installs(wheel, default, tmp_path):
+    """In CI's own environment other extras bring what a library uses without asking for it."""
+    environment = Environment(tmp_path / "megatron", below=default)
+    environment.install("--no-deps", "--ignore-installed", wheel)
+    environment.install(f"{wheel}[megatron]")
+    assert "learner/loss" in environment.creditgraph(tmp_path, "train", "recipe=toy_grpo", "learner=megatron", *SHORT)
 
 
 def test_the_first_commands_run_with_what_quickstart_installs(default, tmp_path):

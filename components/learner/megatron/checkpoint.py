@@ -6,10 +6,13 @@ without TransformerEngine and Apex, needs two repairs: state that exists before 
 parameter.
 """
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -23,6 +26,7 @@ from creditgraph.components.learner.megatron.results_queue import make_queue
 from creditgraph.components.learner.megatron.shards import write_own_ranges
 from creditgraph.pipeline.core.errors import RunError
 
+PATIENCE = 60.0  # seconds for which the process of a checkpoint may be without writers before and after them
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",  # TP and PP may change too; its two methods are replaced
     "chained_optim_avoid_prefix": True,
@@ -49,6 +53,7 @@ class ShardWriter:
         """Waits for the processes of all ranks and writes the metadata, without which no checkpoint is read."""
         try:
             with megatron_on_cpu():
+                self._wait()
                 self._caller.is_current_async_call_done(blocking=True, no_dist=True)
                 for finalize in self._request.finalize_fns:
                     finalize()
@@ -58,6 +63,22 @@ class ShardWriter:
                 f"{self._folder}: a rank could not write its part of the checkpoint (…{reason}); expected room in host "
                 "memory and on the disk. Make room; the run continues from the checkpoint before."
             ) from error
+
+    def _wait(self) -> None:
+        """Waits for this rank's process; one that waits for writers that were killed, which it never notices, fails."""
+        process, seen = self._caller.process, time.monotonic()
+        while process is not None and process.is_alive():
+            process.join(1.0)
+            if _has_writers(process.pid):
+                seen = time.monotonic()
+            elif process.is_alive() and time.monotonic() > seen + PATIENCE:
+                self._caller.close(abort=True)  # megatron-core then misses its results, and has all ranks hear of it
+
+
+def _has_writers(pid: int | None) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(pid).children())
+    return False
 
 
 def save_shards(

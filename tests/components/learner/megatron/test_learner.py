@@ -245,6 +245,14 @@ def test_a_rank_that_cannot_write_its_shards_is_an_error_on_every_rank(
         assert "a rank could not write its part of the checkpoint" in text
 
 
+def test_writers_that_are_killed_are_an_error_on_every_rank(
+    pool: Any, training: Any, folder: str, tmp_path: Path
+) -> None:
+    for text in pool.run(training.loses_its_writer, folder, str(tmp_path / "shards")):
+        assert "a rank could not write its part of the checkpoint" in text
+        assert "expected room in host memory" in text
+
+
 # --- whole runs ---
 
 FAILING = """

@@ -368,6 +368,37 @@ def fails_to_save(folder: str, target: str) -> str:
     return ""
 
 
+def loses_its_writer(folder: str, target: str) -> str:
+    """The sentence of a checkpoint whose writers are killed on the first rank."""
+    import os
+    import signal
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from creditgraph.components.learner.megatron import checkpoint
+    from creditgraph.pipeline.core.errors import RunError
+
+    learner = megatron_learner(folder, {}, {})
+    writer = filesystem_async.FileSystemWriterAsync
+    own, patience = writer.write_preloaded_data, checkpoint.PATIENCE
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*args, **kwargs)
+
+    writer.write_preloaded_data, checkpoint.PATIENCE = staticmethod(killed), 2.0
+    try:
+        learner.save_shards(Path(target)).finish()
+    except RunError as error:
+        return str(error)
+    finally:
+        writer.write_preloaded_data, checkpoint.PATIENCE = staticmethod(own), patience
+    return ""
+
+
 def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:
     """The weights of a checkpoint, and what the third step makes of them."""
     from pathlib import Path
