@@ -139,7 +139,7 @@ class CreditTrainer(RayPPOTrainer):  # type: ignore[misc]
         estimator = AdvantageEstimatorRegistry.get(self.cfg.trainer.algorithm.advantage_estimator)
         if not isinstance(estimator, SkyRLEstimator):
             return super().compute_advantages_and_returns(data)
-        last = data.metadata.get("is_last_step")
+        last = data.metadata["is_last_step"] if self.cfg.generator.step_wise_trajectories else None
         estimator.batch, estimator.last = data, last
         try:
             if last is None:
