@@ -227,8 +227,11 @@ class CreditGraph:
             raise DataError(
                 f"{place}: it reads texts, but the trainer's hook passes no token ids; see Rollouts.tokens."
             )
-        if self._reads_text() and not self.turns and rollouts.episode is not None:
-            raise DataError(f"{place}: it reads texts, and the steps of an episode have none in one piece.")
+        if self._reads_text() and not self.turns and len(torch.unique(rollouts.first)) < len(rollouts):
+            raise DataError(
+                f"{place}: it reads texts, and the steps of an episode have none in one piece. Give each response as "
+                "one row, or choose a graph of turns."
+            )
         if rollouts.values is None and any(self._graph[w.source].use == CRITIC for w in self._wires()):
             raise DataError(f"{place}: it reads values, but the trainer gave none; see Rollouts.values.")
 

@@ -87,7 +87,7 @@ EXTRAS = {
     "train": "transformers datasets huggingface_hub tokenizers math_verify rich rapidfuzz httpx regex",
     "vllm": "vllm accelerate",
     "sglang": "sglang",
-    "megatron": "megatron mbridge",
+    "megatron": "megatron mbridge einops psutil",
     "transformer-engine": "transformer_engine",
     "lora": "peft",
     "plots": "matplotlib vl_convert",

@@ -146,6 +146,9 @@ def test_steps_that_are_apart_or_of_two_groups_or_read_as_texts_are_refused():
     with pytest.raises(DataError, match=r"2 entries in episode, but 3 rows"):
         Rollouts(**given, group=[0, 1, 1], episode=[5, 5])
     graph = CreditGraph("rredcot", "model.path=anything", policy=object())
+    with pytest.raises(DataError, match="the trainer's hook passes no token ids"):  # what slime gives is not refused
+        graph(Rollouts(**given, group=[0, 0, 0], episode=[5, 6, 7]))
+    graph._check_rollouts(Rollouts(**given, group=[0, 0, 0], episode=[5, 6, 7], tokens=torch.ones(3, 2)))
     with pytest.raises(DataError, match=r"the steps of an episode have none in one piece"):
         graph(Rollouts(**given, group=[0, 0, 0], episode=[5, 5, 6], tokens=torch.ones(3, 2, dtype=torch.int64)))
 
