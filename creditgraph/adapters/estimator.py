@@ -1,7 +1,10 @@
-"""What verl and SkyRL share: advantage estimators and losses that are functions of padded tensors, under a name."""
+"""What hooks of trainers share: advantage estimators and losses that are functions of padded tensors."""
 
+import importlib.abc
 import importlib.metadata
+import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -121,6 +124,37 @@ class Loss:
 def settings_of(given: Sequence[str] | str | None) -> tuple[str, ...]:
     """Overrides as another trainer's settings hold them: none, one, or a list."""
     return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls a function with a module when it has been imported."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self.name, self.change = name, change
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def loaded(module: Any) -> None:
+            load(module)
+            self.change(module)
+
+        spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        return spec
+
+
+def on_import(name: str, change: Callable[[Any], None]) -> None:
+    """Calls `change` with the module `name` before others import from it, or now if it is imported already."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, change))
 
 
 def check_version(package: str, tested: Sequence[str]) -> None:

@@ -14,8 +14,6 @@ the score of the last; a graph gets them as the steps of an episode with that sc
 """
 
 import functools
-import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, agg_loss, register_adv_est, register_policy_loss
 
-from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version
+from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
 
 TESTED = ("0.9",)
@@ -92,34 +90,14 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
     return stepped
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Puts `by_sessions` in the place of verl's step when verl imports it.
-
-    verl imports this module while it is imported itself, when its trainer with all that it needs is not.
-    """
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != MODULES[0]:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        assert spec.loader is not None
-        load = spec.loader.exec_module
-
-        def loaded(module: Any) -> None:
-            load(module)
-            setattr(module, STEP, by_sessions(getattr(module, STEP)))
-
-        spec.loader.exec_module = loaded  # type: ignore[method-assign]
-        return spec
+def _step_of(module: Any) -> None:
+    setattr(module, STEP, by_sessions(getattr(module, STEP)))
 
 
-if MODULES[0] in sys.modules:
-    for _module in filter(None, map(sys.modules.get, MODULES)):
-        setattr(_module, STEP, by_sessions(getattr(_module, STEP)))
-else:
-    sys.meta_path.insert(0, _Finder())
+# verl imports this module while it is imported itself, when its trainer with all that it needs is not.
+on_import(MODULES[0], _step_of)
+if MODULES[1] in sys.modules:
+    _step_of(sys.modules[MODULES[1]])
 check_version("verl", TESTED)
 for _graph in graph_names():
     register(_graph)
