@@ -122,10 +122,10 @@ class GAE(Component):
         per_segment = self._advantage(values.values, rewards.value)
         tokens = trajectories.response_tokens
         per_token = per_segment.values[segment_of_token(segments.ends, tokens)].float()
-        kept = valid[tokens.row_ids]
-        advantage = tokens.with_values(torch.where(kept, per_token, 0.0))
         mask = training_mask(tokens, trajectories.inherited, config.mask_prefix)
-        trained = mask.with_values(mask.values & kept)
+        mask = mask.with_values(mask.values & (not warming))
+        trained = mask.with_values(mask.values & valid[tokens.row_ids])
+        advantage = tokens.with_values(torch.where(trained.values, per_token, 0.0))
         if config.whiten:
             advantage = whitened(advantage, trained, self.context.all_sum)
         columns = {}

@@ -160,13 +160,15 @@ def trajectory_credit(
 ) -> Credit:
     """One advantage per trajectory [N] on each of its tokens; `columns` are further numbers per trajectory [N].
 
-    Without `mask` all tokens but inherited ones are trained on.
+    Without `mask` all tokens but inherited ones are trained on; the others have none.
     """
     tokens = trajectories.response_tokens
+    mask = training_mask(tokens, trajectories.inherited) if mask is None else mask
+    spread = tokens.spread(advantage)
     return Credit(
         uid=trajectories.uid,
-        advantage=tokens.spread(advantage),
-        mask=training_mask(tokens, trajectories.inherited) if mask is None else mask,
+        advantage=spread.with_values(spread.values.where(mask.values, 0.0)),
+        mask=mask,
         columns={name: tokens.spread(column) for name, column in columns.items()},
     )
 

@@ -106,14 +106,14 @@ class ProcessAdvantage(Component):
         advantage, valid = self._advantage(trajectories, segments, values, rewards)
         tokens = trajectories.response_tokens
         per_token = advantage.values[segment_of_token(segments.ends, tokens)].float()
-        kept = torch.where(valid[tokens.row_ids], per_token, 0.0)
+        mask = training_mask(tokens, trajectories.inherited, self.config.mask_prefix)
+        kept = torch.where(mask.values & valid[tokens.row_ids], per_token, 0.0)
         size = advantage.values[valid[advantage.row_ids]].abs()
         unvalued = values.values.with_values(~torch.isfinite(values.values.values)).sum() > 0
         self.context.log(
             advantage_size=float(size.mean()) if len(size) else 0.0,
             unvalued=Count(unvalued.sum()),
         )
-        mask = training_mask(tokens, trajectories.inherited, self.config.mask_prefix)
         return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(kept), mask=mask))
 
     def _advantage(

@@ -178,6 +178,51 @@ def test_steps_of_an_episode_are_its_turns(lines, tmp_path):
         command(lines([steps[0], steps[2], steps[1]]), "--from", "jsonl", "-o", tmp_path / "apart")
 
 
+def test_outputs_of_a_session_of_verl_are_steps_with_one_score(lines, tmp_path, capsys):
+    run = tmp_path / "run"
+
+    def output(uid, score, advantage, tokens):
+        texts = {"input": "a", "output": "b", "gts": "7", "score": score, "step": 3, "uid": uid}
+        ids = {"prompts": [1], "responses": tokens, "response_mask": [1] * len(tokens)}
+        return texts | ids | {"advantages": [advantage] * len(tokens)}
+
+    # verl copies a session's score to its outputs, and counts it once in its group.
+    rows = [output("p_0_0", 1.0, 1.0, [5, 6]), output("p_0_1", 1.0, 1.0, [7]), output("p_1_0", 0.0, -1.0, [8])]
+    command(lines(rows), "--from", "verl", "--graph", "grpo_turns", "-o", run)
+    turns = record(run, "rollouts.turns", 3)
+    assert turns.reward.tolist() == [0.0, 1.0, 0.0]
+    assert turns.turn.tolist() == [0, 1, 0]
+    assert turns.episode[0] == turns.episode[1] != turns.episode[2]
+    assert record(run, "rollouts.rewards", 3).value.tolist() == [1.0, 1.0, 0.0]
+    computed = record(run, "advantage.credit", 3).advantage.to_lists()
+    assert computed == [
+        [pytest.approx(1.0, abs=1e-5)] * 2,
+        [pytest.approx(1.0, abs=1e-5)],
+        [pytest.approx(-1.0, abs=1e-5)],
+    ]
+    assert main(["audit", str(run)]) == 0
+    assert capsys.readouterr().out.count("✓ records_baseline") == 2
+    with pytest.raises(ConfigError, match=r"--graph grpo: it credits whole responses, but the rows are turns"):
+        command(lines(rows), "--from", "verl", "--graph", "grpo", "-o", tmp_path / "whole")
+    # Sessions of one output are responses, as ever.
+    alone = [output("p_0_0", 1.0, 1.0, [5, 6]), output("p_1_0", 0.0, -1.0, [8])]
+    command(lines(alone), "--from", "verl", "-o", tmp_path / "alone")
+    assert not (tmp_path / "alone" / "record" / "rollouts.turns").exists()
+
+
+def test_samples_of_a_rollout_of_slime_are_steps_where_they_share_a_reward(tmp_path):
+    def sample(rollout, reward):
+        return {"tokens": [1, 5], "response_length": 1, "group_index": 0, "rollout_id": rollout, "reward": reward}
+
+    samples = [sample(4, 1.0), sample(4, 1.0), sample(5, 0.5), sample(5, 0.25), sample(6, 0.0), sample(None, 0.75)]
+    torch.save({"rollout_id": 2, "samples": samples}, tmp_path / "data_2.pt")
+    command(tmp_path / "data_2.pt", "--from", "slime", "-o", tmp_path / "run")
+    turns = record(tmp_path / "run", "rollouts.turns", 2)
+    assert turns.reward.tolist() == [0.0, 1.0, 0.5, 0.25, 0.0, 0.75]
+    assert turns.turn.tolist() == [0, 1, 0, 0, 0, 0]
+    assert (turns.episode - turns.episode[0]).tolist() == [0, 0, 2, 3, 4, 5]
+
+
 def test_other_commands_read_it(lines, tmp_path, capsys):
     run = tmp_path / "run"
     steps = [row | {"step": step} for step in range(2) for row in ROWS]

@@ -173,12 +173,68 @@ def test_a_broken_table_gets_one_sentence(tmp_path):
         read_records(tmp_path, {})
 
 
-def test_a_run_of_ours_passes(tmp_path, capsys):
-    small = ["prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=4", "evaluator.every=0"]
-    small += ["data.train.size=50", "data.eval.size=10", "run.iterations=2", "run.record.every=1", "run.device=cpu"]
-    assert main(["train", "recipe=toy_grpo", f"run.root={tmp_path}", "run.name=r", *small]) == 0
+def episodes(advantages):
+    """Two groups of two episodes, of two and one rows; a number of each episode on all of its rows."""
+    names = ["a", "a", "b", "c", "c", "d"]
+    return {
+        "advantage": [[advantages[name]] * 2 for name in names],
+        "reward": [1.0, 1.0, 0.0, 0.0, 0.0, 1.0],
+        "group": [0, 0, 0, 1, 1, 1],
+        "trajectory": names,
+    }
+
+
+def verdicts(tmp_path, rows):
+    (records,) = read_records(table(tmp_path, rows), {})
+    return {r.check.name: r.finding for r in run_checks(records, CREDIT)}
+
+
+def test_an_episode_counts_once_however_many_rows_it_has(tmp_path):
+    once = verdicts(tmp_path, episodes({"a": 0.5, "b": -0.5, "c": -0.5, "d": 0.5}))
+    assert (once["records_baseline"].verdict, once["records_order"].verdict) == ("pass", "pass")
+    assert once["records_order"].message == "2 pairs"
+    by_rows = verdicts(tmp_path, episodes({"a": 1 / 3, "b": -2 / 3, "c": -1 / 3, "d": 2 / 3}))
+    assert by_rows["records_baseline"].verdict == "pass"
+    assert by_rows["records_baseline"].message.endswith("so an episode of more rows weighs more")
+    neither = verdicts(tmp_path, episodes({"a": 0.5, "b": -0.25, "c": -0.25, "d": 0.5}))
+    assert neither["records_baseline"].verdict == "fail"
+    assert neither["records_baseline"].example["advantages"] == [0.5, -0.25]
+
+
+def test_credit_that_differs_within_a_response_has_no_baseline_of_its_group(tmp_path):
+    rows = right()
+    rows["advantage"] = [[2 * row[0], *row[1:]] for row in rows["advantage"]]
+    found = verdicts(tmp_path, rows)
+    for name in ("records_baseline", "records_order"):
+        assert found[name].verdict == "not applicable"
+        assert found[name].message.startswith("credit differs within responses")
+    assert not [name for name, finding in found.items() if finding.verdict == "fail"]
+
+
+def test_nothing_passes_where_no_token_is_trained_on(tmp_path):
+    found = verdicts(tmp_path, right() | {"mask": [[False] * 4] * 6, "advantage": [[0.0] * 4] * 6})
+    assert {finding.verdict for finding in found.values()} == {"not applicable"}
+
+
+# Whole responses; a critic that warms up; resets, whose prefixes are not trained on; turns; a batch that is whitened.
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "toy_grpo",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("toy_ppo", "toy_srpo", "toy_mt_grpo_thoughts", "toy_gigpo_stop", "toy_prime")
+        ),
+    ],
+)
+def test_a_run_of_ours_passes(recipe, tmp_path, capsys):
+    small = ["prompts.batch=2", "evaluator.num_problems=4", "evaluator.every=0", "run.device=cpu"]
+    small += ["data.train.size=50", "data.eval.size=10", "run.iterations=2", "run.record.every=1"]
+    assert main(["train", f"recipe={recipe}", f"run.root={tmp_path}", "run.name=r", *small]) == 0
     capsys.readouterr()
     assert main(["audit", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
-    assert "16 rows" in out
-    assert "✓ records_baseline" in out
+    if recipe == "toy_grpo":
+        assert "✓ records_baseline" in out
+    if recipe == "toy_ppo":
+        assert "no token is trained on" in out

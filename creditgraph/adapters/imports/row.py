@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -131,6 +132,32 @@ class Format:
     def rows(self, entry: Any, file: Path, options: Options) -> list[Row]:
         """The rows of an entry; raises DataError, KeyError, TypeError or ValueError for one that has none."""
         raise NotImplementedError
+
+    def joined(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a step, where what its file has of several rows says what they are."""
+        return list(rows)
+
+
+def one_outcome(rows: Sequence[Row], copies: bool = False) -> list[Row]:
+    """Steps of episodes whose rows each have a copy of the outcome: it belongs to the last one. An episode of one row
+    is a response.
+
+    Args:
+        rows: of a step.
+        copies: rows whose rewards differ are responses of their own.
+    """
+    members: dict[str | None, list[int]] = {}
+    for i, row in enumerate(rows):
+        members.setdefault(row.episode, []).append(i)
+    out = list(rows)
+    for episode, places in members.items():
+        alone = episode is None or len(places) == 1 or (copies and len({rows[i].reward for i in places}) > 1)
+        for i in places:
+            if alone:
+                out[i] = replace(rows[i], episode=None)
+            elif i != places[-1] and not math.isnan(rows[i].reward):
+                out[i] = replace(rows[i], reward=0.0)
+    return out
 
 
 def lines(file: Path) -> Iterator[tuple[str, Any]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from creditgraph.adapters.imports.row import Format, Options, Part, Row, number_in
+from creditgraph.adapters.imports.row import Format, Options, Part, Row, number_in, one_outcome
 from creditgraph.pipeline.core.errors import DataError
 
 
@@ -15,7 +15,8 @@ class Samples(Format):
     """A .pt file per rollout, read without running anything in it (`torch.load(weights_only=True)`).
 
     Token ids, loss mask and log-probs of the rollout engine are those of the response; `group_index` is the group. A
-    reward of several numbers needs one name in `rewards`.
+    reward of several numbers needs one name in `rewards`. Samples that share a `rollout_id` and a reward are the steps
+    of an episode.
     """
 
     name = "slime"
@@ -58,6 +59,7 @@ class Samples(Format):
             Row(
                 step=number_in(file.stem) if step is None else int(step),
                 group=str(entry["group_index"]),
+                episode=None if entry.get("rollout_id") is None else str(entry["rollout_id"]),
                 prompt=entry.get("prompt") or "",
                 prompt_ids=tokens[:-size],
                 parts=[Part(str(entry.get("response") or ""))],
@@ -69,6 +71,10 @@ class Samples(Format):
                 finish=str(entry.get("status") or ""),
             )
         ]
+
+    def joined(self, rows: Sequence[Row]) -> list[Row]:
+        """Samples of a rollout as steps."""
+        return one_outcome(rows, copies=True)
 
 
 def _reward(reward: Any, options: Options) -> float:

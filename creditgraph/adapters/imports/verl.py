@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from creditgraph.adapters.imports.row import Format, Options, Part, Row, lines, number_in
+from creditgraph.adapters.imports.row import Format, Options, Part, Row, lines, number_in, one_outcome
 
-_KEY = re.compile(r"^(?P<prompt>.+)_\d+_\d+$")  # prompt_rollout_output, of the V1 trainer
+_KEY = re.compile(r"^(?P<session>(?P<prompt>.+)_\d+)_\d+$")  # prompt_session_output, of the V1 trainer
 
 
 class Dump(Format):
     """STEP.jsonl: texts, score and reference answer of each response; both trainers of verl.
 
-    The V1 trainer writes the response's key, `prompt_rollout_output`, as its uid, whose first part is the group; of
-    the legacy trainer, which writes none, responses to the same input are a group. Further columns are read under the
-    names that verl's batches have them.
+    The V1 trainer writes the response's key, `prompt_session_output`, as its uid, whose first part is the group; the
+    outputs of a session are the steps of an episode, with the score of the last. Of the legacy trainer, which writes
+    no uid, responses to the same input are a group. Further columns are read under the names that verl's batches have
+    them.
     """
 
     name = "verl"
@@ -44,6 +45,7 @@ class Dump(Format):
             Row(
                 step=entry.get("step", number_in(file.stem)),
                 group=key["prompt"] if key else uid or str(entry["input"]),
+                episode=key["session"] if key else None,
                 prompt=str(entry["input"]),
                 prompt_ids=entry.get("prompts"),
                 parts=[Part(str(entry["output"]))],
@@ -59,6 +61,10 @@ class Dump(Format):
                 answer="" if answer is None else str(answer),
             )
         ]
+
+    def joined(self, rows: Sequence[Row]) -> list[Row]:
+        """Outputs of a session as steps."""
+        return one_outcome(rows)
 
 
 def _bools(values: list[Any] | None) -> list[bool] | None:

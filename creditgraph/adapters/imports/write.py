@@ -15,7 +15,7 @@ from creditgraph.adapters.imports.formats import files_of
 from creditgraph.adapters.imports.row import Format, Options, Row
 from creditgraph.components.models.load import load_tokenizer
 from creditgraph.pipeline.core.component import ModelSpec
-from creditgraph.pipeline.core.errors import DataError, RunError, extra
+from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError, extra
 from creditgraph.pipeline.core.payloads import Payload, Rewards
 from creditgraph.pipeline.run.compose.experiment import Experiment, build_experiment
 from creditgraph.pipeline.run.metrics import JsonLines
@@ -85,7 +85,7 @@ def import_files(request: Request) -> Imported:
     """Writes the run directory.
 
     Raises:
-        ConfigError: no such file, or the graph cannot credit recorded rollouts.
+        ConfigError: no such file, or the graph cannot credit recorded rollouts, or not turns.
         DataError: no row could be read; the reasons are in rejected.jsonl of the folder.
         RunError: the target holds another run.
     """
@@ -95,9 +95,17 @@ def import_files(request: Request) -> Imported:
     files = files_of(request.files, request.reader)
     texts = Texts(_tokenizer(request.tokenizer))
     rejected: list[dict[str, Any]] = []
-    steps = _by_step(_rows(files, request, texts, rejected))
+    steps = {
+        step: request.reader.joined(rows) for step, rows in _by_step(_rows(files, request, texts, rejected)).items()
+    }
     in_steps = any(row.episode is not None for rows in steps.values() for row in rows)
     turns = request.turns or in_steps or (graph is not None and graph.turns)
+    if turns and graph is not None and not graph.turns:
+        raise ConfigError(
+            f"--graph {graph.name}: it credits whole responses, but the rows are turns (--turns, or steps of "
+            "episodes), so that an episode would count once for each. Choose a graph of turns, as grpo_turns or "
+            "gigpo, or none for the recorded advantages."
+        )
     experiment = build_experiment(_configuration(request, graph, len(steps)), "the imported run")
     done = Imported(request.target, {step: len(rows) for step, rows in steps.items()})
     done.skipped.update(row["reason"] for row in rejected)

@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from creditgraph.pipeline.app.audit.batch import Bools, Floats, Ints
+from creditgraph.pipeline.app.audit.declared import declared_of_run
 from creditgraph.pipeline.app.audit.targets import AuditError
 from creditgraph.pipeline.core.errors import did_you_mean
 
@@ -50,7 +51,7 @@ class Records:
         note: how groups were read, where that needs saying.
         logprobs: kind of `LOGPROBS` → float64 [N, T], NaN where none is recorded.
         columns: the other columns of `TOKENS` that are there, a value per row.
-        declares: none; for `--declare`.
+        declares: check → why its failure is wanted, of a run of ours.
     """
 
     name: str
@@ -72,6 +73,30 @@ class Records:
         """float64 [N]: mean advantage of each row's trained tokens, 0 without one."""
         own = np.where(self.mask, self.advantages, 0.0).sum(1)
         out: Floats = own / np.maximum(self.mask.sum(1), 1)
+        return out
+
+    def alike(self, rows: Ints) -> bool:
+        """Whether these rows of a group have the same credit on all tokens of a response, or of an episode."""
+        held, mask = self.advantages[rows], self.mask[rows]
+        high = np.where(mask, held, -np.inf).max(1)
+        low = np.where(mask, held, np.inf).min(1)
+        first = self.first_rows(rows)
+        place = np.searchsorted(np.unique(self.episodes[rows]), self.episodes[rows])
+        spread = np.abs(np.concatenate([high - low, self.per_row[rows] - self.per_row[rows][first][place]])).max()
+        return bool(spread <= 1e-4 * np.abs(held[mask]).max(initial=1e-9))
+
+    def first_rows(self, rows: Ints) -> Ints:
+        """Places, among these rows, of the first row of each episode."""
+        out: Ints = np.unique(self.episodes[rows], return_index=True)[1]
+        return out
+
+    @property
+    def episodes(self) -> Ints:
+        """int64 [N]: equal for the rows of one trajectory; each row's own where none is recorded."""
+        names = self.columns.get("trajectory")
+        if names is None:
+            return np.arange(len(self.rewards))
+        out: Ints = np.unique([str(name) for name in names], return_inverse=True)[1]
         return out
 
     def members(self) -> Iterator[tuple[int, Ints]]:
@@ -207,7 +232,7 @@ def _guess(column: str, found: Mapping[str, Any]) -> str:
 
 
 def _of_run(path: Path) -> list[Records]:
-    from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories
+    from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories, Turns
     from creditgraph.pipeline.run.recording import read_payload, recorded_iterations
 
     folder = path / "record"
@@ -219,7 +244,7 @@ def _of_run(path: Path) -> list[Records]:
     for name, iterations in newest.items():
         for iteration in iterations:
             value = read_payload(folder / name / f"{iteration:06d}.parquet")
-            if isinstance(value, Credit | Rewards | Trajectories):
+            if isinstance(value, Credit | Rewards | Trajectories | Turns):
                 held[name, iteration] = value
     credits_ = sorted({name for (name, _), value in held.items() if isinstance(value, Credit)})
     if not credits_:
@@ -229,13 +254,15 @@ def _of_run(path: Path) -> list[Records]:
         parts = [_joined(held, name, i) for i in newest[name]]
         rows = [part for part in parts if part is not None]
         if rows:
-            found.append(_of_columns({k: [x for row in rows for x in row[k]] for k in rows[0]}, f"{path}: {name}", {}))
+            columns = {k: [x for row in rows for x in row[k]] for k in rows[0]}
+            declares = declared_of_run(path, name.partition(".")[0])
+            found.append(replace(_of_columns(columns, f"{path}: {name}", {}), declares=declares))
     return found
 
 
 def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> dict[str, list[Any]] | None:
     """Credit of one iteration with the rewards and groups of its rows."""
-    from creditgraph.pipeline.core.payloads import Rewards, Trajectories
+    from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns
 
     credit = held[name, iteration]
     wanted = set(credit.uid.tolist())
@@ -244,6 +271,8 @@ def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> d
     rewards = next((v for v in others if isinstance(v, Rewards)), None)
     if trajectories is None or rewards is None or not wanted:
         return None
+    turns = next((v for v in others if isinstance(v, Turns)), None)
+    episodes = credit.uid if turns is None else turns.select(turns.index_of(credit.uid)).episode
     trajectories = trajectories.select(trajectories.index_of(credit.uid))
     rewards = rewards.select(rewards.index_of(credit.uid))
     return {
@@ -252,4 +281,5 @@ def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> d
         "reward": rewards.value.tolist(),
         "valid": rewards.valid.tolist(),
         "group": trajectories.group.tolist(),
+        "trajectory": episodes.tolist(),
     }

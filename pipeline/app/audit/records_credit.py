@@ -11,6 +11,8 @@ from creditgraph.pipeline.app.audit.batch import Bools
 from creditgraph.pipeline.app.audit.checks import Check, Finding, passed, skipped
 from creditgraph.pipeline.app.audit.records import Records
 
+_DIFFERS = "credit differs within responses, so a group has no one advantage of each to compare"
+
 
 def numbers(records: Records) -> Finding:
     """NaN and infinity."""
@@ -55,34 +57,47 @@ def turns(records: Records) -> Finding:
 
 
 def baseline(records: Records) -> Finding:
-    """Rows of a group add up to nothing, as they do against the mean of their rewards."""
-    worst = 0.0
+    """Responses of a group add up to nothing, as they do against the mean of their rewards."""
+    worst, by_rows, judged = 0.0, False, False
     example: dict[str, Any] = {}
     for group, rows in records.members():
+        if not records.alike(rows):
+            continue
+        judged = True
         own = records.per_row[rows]
+        first = records.first_rows(rows)
         spread = float(np.abs(own).max())
         # Against the mean of the others, of all, and divided by whatever a group has: the sum is 0.
-        gap = abs(float(own.mean())) / spread if spread > 1e-9 else 0.0
-        if gap > max(worst, 1e-3):
-            worst = gap
-            example = {"group": group, "rewards": records.rewards[rows].tolist(), "advantages": own.tolist()}
+        gaps = [abs(float(x.mean())) / spread if spread > 1e-9 else 0.0 for x in (own[first], own)]
+        by_rows = by_rows or gaps[1] <= 1e-3 < gaps[0]
+        if min(gaps) > max(worst, 1e-3):
+            worst = min(gaps)
+            rewards = records.rewards[rows]
+            example = {"group": group, "rewards": rewards[first].tolist(), "advantages": own[first].tolist()}
+    if not judged:
+        return skipped(_DIFFERS)
     if not example:
-        return passed()
+        return passed("the mean is one over rows, so an episode of more rows weighs more" if by_rows else "")
     return Finding(
         verdict="fail",
         message=f"the advantages of group {example['group']} have a mean of {worst:.2g} of the largest: its baseline "
-        "is not the mean of its rewards (other groups, or rejected rows, are in it), or credit differs within rows",
+        "is not the mean of its rewards (other groups, or rejected rows, are in it)",
         example=example,
         size=worst,
     )
 
 
 def order(records: Records) -> Finding:
-    """Within a group, a row with a higher reward has no lower advantage."""
+    """Within a group, a response with a higher reward has no lower advantage."""
     wrong = pairs = 0
+    judged = False
     example: dict[str, Any] = {}
     for group, rows in records.members():
-        reward, own = records.rewards[rows], records.per_row[rows]
+        if not records.alike(rows):
+            continue
+        judged = True
+        first = records.first_rows(rows)
+        reward, own = records.rewards[rows][first], records.per_row[rows][first]
         higher = reward[:, None] > reward[None, :] + 1e-9
         worse = higher & (own[:, None] < own[None, :] - 1e-6)
         pairs += int(higher.sum())
@@ -90,10 +105,10 @@ def order(records: Records) -> Finding:
         if worse.any() and not example:
             example = {"group": group, "rewards": reward.tolist(), "advantages": own.tolist()}
     if not pairs:
-        return skipped("no group has rewards that differ")
+        return skipped("no group has rewards that differ" if judged else _DIFFERS)
     if not wrong:
         return passed(f"{pairs} pairs")
-    message = f"in {wrong} of {pairs} pairs of a group the row with the higher reward has the lower mean advantage"
+    message = f"in {wrong} of {pairs} pairs of a group the response with the higher reward has the lower advantage"
     return Finding(verdict="fail", message=message, example=example, size=wrong / pairs)
 
 
@@ -129,6 +144,8 @@ def _of_credit(run: Callable[[Records], Finding], groups: bool = False) -> Calla
     def judged(records: Records) -> Finding:
         if not records.credited:
             return skipped("no advantages, rewards and groups are recorded")
+        if not records.mask.any():
+            return skipped("no token is trained on")
         if groups and len(np.unique(records.groups)) == len(records.groups) > 1:
             return skipped(
                 "not judged: each row has a group id of its own; name the column that rows of one prompt share, "

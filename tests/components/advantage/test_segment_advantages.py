@@ -28,7 +28,7 @@ def test_td_by_hand(toolbox):
         )
         .credit
     )
-    assert credit.advantage.to_lists() == [[0.25, 0.25, -0.5, 0.75]]
+    assert credit.advantage.to_lists() == [[0.0, 0.25, -0.5, 0.75]]  # the first token is inherited
     assert credit.mask.to_lists() == [[False, True, True, True]]
 
 
