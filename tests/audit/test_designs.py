@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from creditgraph.pipeline.app.audit.audit import failures, known_names, of_advantages, run_checks, table
+from creditgraph.pipeline.app.audit.audit import all_checks, failures, known_names, run_checks, table
 from creditgraph.pipeline.app.audit.contract import CONTRACT
 from creditgraph.pipeline.app.audit.designs import WORDS, recognised
 from creditgraph.pipeline.app.audit.gradient import GRADIENT
@@ -92,7 +92,7 @@ def test_a_design_is_recognised_and_one_word_declares_it(function, words, declar
 
 
 def test_a_word_declares_no_more_than_the_design_fails():
-    checks = {check.name for check in of_advantages()}
+    checks = {check.name for check in all_checks()}
     assert all(names < checks for names in WORDS.values())
 
     def turned_round(rewards: np.ndarray, mask: np.ndarray):

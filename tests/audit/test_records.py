@@ -216,14 +216,23 @@ def test_nothing_passes_where_no_token_is_trained_on(tmp_path):
     assert {finding.verdict for finding in found.values()} == {"not applicable"}
 
 
-# Whole responses; a critic that warms up; resets, whose prefixes are not trained on; turns; a batch that is whitened.
+# Whole responses; a critic that warms up; resets, whose prefixes are not trained on; turns; a batch that is whitened; a
+# tree, whose rows share tokens; first attempts without credit.
 @pytest.mark.parametrize(
     "recipe",
     [
         "toy_grpo",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("toy_ppo", "toy_srpo", "toy_mt_grpo_thoughts", "toy_gigpo_stop", "toy_prime")
+            for name in (
+                "toy_ppo",
+                "toy_srpo",
+                "toy_mt_grpo_thoughts",
+                "toy_gigpo_stop",
+                "toy_prime",
+                "toy_spo_tree",
+                "toy_score",
+            )
         ),
     ],
 )

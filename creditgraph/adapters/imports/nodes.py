@@ -6,11 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
-import torch
-
 from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.components.advantage.explanations import rewards_of_groups
 from creditgraph.components.models.load import load_tokenizer
+from creditgraph.pipeline.app.credit.sessions import RecordedVerdicts
 from creditgraph.pipeline.core.component import Component, same_rows
 from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.core.handles import Policy, Verifier
@@ -119,29 +118,6 @@ class Endpoint(Component):
         tokenizer = load_tokenizer(self.context.model)
         key = os.environ.get("OPENAI_API_KEY", "")
         return Policies(policy=EndpointPolicy(self.config.url, self.config.model, tokenizer, key=key))
-
-
-class RecordedVerdicts(Verifier):
-    """Rewards that are known, by uid; another response gets none."""
-
-    def __init__(self, rewards: Rewards) -> None:
-        self._rewards = rewards
-
-    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
-        """The recorded reward of each row; a row without one is invalid."""
-        place = {uid: i for i, uid in enumerate(self._rewards.uid.tolist())}
-        rows = [place.get(uid, -1) for uid in trajectories.uid.tolist()]
-        index = torch.tensor(rows, dtype=torch.int64)
-        known = index >= 0
-        found = self._rewards.select(index.clamp(min=0))
-        unknown = "no reward is recorded for this response, and what would verify it is not known"
-        return Rewards(
-            uid=trajectories.uid,
-            value=found.value.where(known, 0.0),
-            correct=found.correct & known,
-            valid=found.valid & known,
-            detail=[text if row >= 0 else unknown for text, row in zip(found.detail, rows, strict=True)],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

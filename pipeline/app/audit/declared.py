@@ -9,6 +9,7 @@ import yaml
 from creditgraph.components.advantage.gae import GAE
 from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.advantage.prime import Prime
+from creditgraph.components.advantage.retry import RetryAdvantage
 from creditgraph.components.advantage.trees.tree import TreeAdvantage
 from creditgraph.components.advantage.turns.gigpo import GiGPO
 from creditgraph.components.advantage.turns.turn_group import TurnGroup
@@ -31,8 +32,9 @@ DECLARED: Mapping[type, Mapping[str, str]] = {
     GAE: {"records_baseline": f"the baseline is a critic's, or {_BATCH}"},
     GiGPO: dict.fromkeys(("gradient_stop", "gradient_turns"), _STATES),
     GSPO: {"loss_token_credit": "one ratio of the whole response moves all of its tokens alike"},
-    TreeAdvantage: {"records_outside": "tokens that rows of a tree share are trained on once, in one of them"},
     Prime: {"records_baseline": _BATCH},
+    RetryAdvantage: {"records_silent": "in its first stage a KL term alone holds the first attempts"},
+    TreeAdvantage: {"records_outside": "tokens that rows of a tree share are trained on once, in one of them"},
     TurnGroup: {"gradient_turns": _TWICE},
     Trace: dict.fromkeys(("loss_chain", "loss_lengths"), _EARLY),
 }

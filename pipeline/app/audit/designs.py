@@ -13,13 +13,13 @@ from creditgraph.pipeline.app.audit.targets import AdvantageTarget
 _WHOLE_BATCH = frozenset({"other_groups", "uneven_groups", "copies"})
 # One word → the checks that such a design fails, for `--declare`.
 WORDS: Mapping[str, frozenset[str]] = {
-    "reinforce++": _WHOLE_BATCH | {"reward_shift", "no_signal"},
+    "reinforce++": _WHOLE_BATCH | {"reward_shift", "no_signal", "records_baseline"},
     "batch_deviation": _WHOLE_BATCH | {"reward_shift"},
     "whitening": _WHOLE_BATCH,
     "maxrl": frozenset({"reward_shift", "monotone"}),
     "token_baseline": frozenset({"reward_shift"}),  # a token that no sibling reaches has no baseline
     "masked_rows_count": frozenset({"invalid_rows"}),  # the mask is of the loss, as with overlong responses
-    "no_baseline": frozenset({"reward_shift", "no_signal"}),
+    "no_baseline": frozenset({"reward_shift", "no_signal", "records_baseline"}),
 }
 
 

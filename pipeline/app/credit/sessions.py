@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self, cast
 
+import torch
+
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.graph import Graph
-from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Sampling, Scores
+from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Sampling, Scores, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Credit, Trajectories, Weights
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories, Weights
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.run.compose.experiment import Experiment
 from creditgraph.pipeline.run.session import GraphSession
@@ -35,6 +37,29 @@ class NoPolicy(Policy):
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """Raises RunError."""
         return cast(Scores, self.tokenizer)
+
+
+class RecordedVerdicts(Verifier):
+    """Rewards that are known, by uid; another response gets none."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+        """The recorded reward of each row; a row without one is invalid."""
+        place = {uid: i for i, uid in enumerate(self._rewards.uid.tolist())}
+        rows = [place.get(uid, -1) for uid in trajectories.uid.tolist()]
+        index = torch.tensor(rows, dtype=torch.int64)
+        known = index >= 0
+        found = self._rewards.select(index.clamp(min=0))
+        unknown = "no reward is recorded for this response, and what would verify it is not known"
+        return Rewards(
+            uid=trajectories.uid,
+            value=found.value.where(known, 0.0),
+            correct=found.correct & known,
+            valid=found.valid & known,
+            detail=[text if row >= 0 else unknown for text, row in zip(found.detail, rows, strict=True)],
+        )
 
 
 class CreditRun(GraphSession):

@@ -12,13 +12,20 @@ from typing import Any, cast
 import torch
 
 from creditgraph.components.rollouts.thoughts import has_oracle
-from creditgraph.pipeline.app.credit.sessions import CreditRun, NoPolicy, learner_of, samples_rollouts, sampling_of
+from creditgraph.pipeline.app.credit.sessions import (
+    CreditRun,
+    NoPolicy,
+    RecordedVerdicts,
+    learner_of,
+    samples_rollouts,
+    sampling_of,
+)
 from creditgraph.pipeline.app.credit.thought_credit import effective_credit, own_tokens, pearson, per_thought
 from creditgraph.pipeline.app.credit.truth import Truth, sampled_values, thought_ends, true_values, truth_of_values
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, MissingExtraError, RunError
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Credit, Prompts, Segments, SegmentValues, Trajectories, Turns
+from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, Segments, SegmentValues, Trajectories, Turns
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.core.streams import Stream
 from creditgraph.pipeline.run.compose.experiment import Experiment, build_experiment, compose
@@ -127,7 +134,9 @@ def _compare(
     if truth is not None:
         columns.append(_true_column(truth, trajectories, samples))
     elif samples and source.policy is not None:
-        replay.notes.append("the task does not know its steps, so no true advantage is shown")
+        turns = "turns are not sampled here (`creditgraph creditbench --suite turns` does)"
+        why = turns if source.turns else "the task does not know its steps"
+        replay.notes.append(f"{why}, so no true advantage is shown")
     return Comparison(
         iteration=iteration,
         prompts=source.prompts,
@@ -150,8 +159,15 @@ class _Source:
         self.population = population
         self.prompts: Prompts = self._first(Prompts)
         self.policy: Policy | None = self._first(Policy, needed=False)
-        self.verifier: Verifier = self._first(Verifier)
-        self.imported = not any(samples_rollouts(node) for node in replay.graph.nodes)
+        # An environment rewards its episodes itself.
+        verifies = bool(replay.graph.outputs_of(Verifier))
+        self.verifier: Verifier = self._first(Verifier) if verifies else RecordedVerdicts(self._first(Rewards))
+        own = {node.use: node for node in replay.graph.nodes if samples_rollouts(node)}
+        self.imported = not own
+        self.samplers: dict[str, Node] = own or _imported(self)
+        """`use` of each node that samples rollouts → the node; imported turns are those of a sampler of episodes"""
+        self.turns = any(node.outputs_of(Turns) for node in self.samplers.values())
+        """whether a row is a turn"""
 
     def _first(self, kind: type, needed: bool = True) -> Any:
         for wire in self.replay.graph.outputs_of(kind):
@@ -205,7 +221,7 @@ def mixed_first(population: Trajectories, correct: torch.Tensor, rows: int) -> t
 
 
 def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth | None:
-    if not samples or source.policy is None or not has_oracle(source.prompts):
+    if not samples or source.policy is None or source.turns or not has_oracle(source.prompts):
         return None
     stream = Stream(source.replay.experiment.run.seed, "side_by_side", source.iteration)
     sampling = sampling_of(source.replay.graph)
@@ -273,10 +289,9 @@ def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]
     """Node → outputs that come from the run; ConfigError when the recipe needs rollouts that the run does not have."""
     graph = experiment.graph
     samplers = [n for n in graph.nodes if samples_rollouts(n)]
-    own = {n.use: n for n in source.replay.graph.nodes if samples_rollouts(n)} or _imported(source)
+    own = source.samplers
     same = {n.use for n in samplers} == set(own)
-    turns = EPISODES in own and source.imported
-    if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN and not turns):
+    if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN and not source.turns):
         missing = [n.use for n in samplers if n.use not in own] or [n.use for n in samplers]
         raise ConfigError(
             f"it needs further sampling: rollouts of its own ({', '.join(missing)}), which this run does not have."
@@ -287,7 +302,7 @@ def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]
     for node in graph.nodes:
         for output, socket in node.sockets.outputs.items():
             values: list[Any] = [value for kind, value in handles if value is not None and socket.carries(kind)]
-            if node in samplers and socket.carries(Turns) and turns and same:
+            if node in samplers and socket.carries(Turns) and same:
                 values.append(source.replay.value(Wire(own[node.use].name, output), source.iteration))
             if node in samplers and socket.carries(Trajectories):
                 values.append(_rollouts(node, output, own[node.use] if same else None, source))

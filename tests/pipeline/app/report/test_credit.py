@@ -49,6 +49,27 @@ def test_trees_need_rollouts_of_their_own(comparison):
     assert "it needs further sampling: rollouts of its own (expander.tree)" in column.note
 
 
+@pytest.mark.slow
+def test_a_run_of_episodes_is_compared_by_turn(tmp_path):
+    small = ["prompts.batch=4", "evaluator.num_problems=4", "evaluator.every=0", "run.device=cpu"]
+    small += ["run.iterations=1", "run.record.every=1", f"run.root={tmp_path}", "run.name=r"]
+    assert main(["train", "recipe=toy_gigpo_stop", *small]) == 0
+    found = compare(tmp_path / "r", ["toy_gigpo_stop", "toy_grpo_stop", "toy_grpo"], [], [], None, 6, 8)
+    own, other, whole = found.columns
+    record = tmp_path / "r" / "record"
+    credit = read_payload(record / "advantage.credit" / "000000.parquet")
+    expected = credit.advantage.select(credit.index_of(found.trajectories.uid))
+    assert torch.allclose(own.credit.values, expected.values.double(), atol=1e-5)
+    assert not torch.allclose(other.credit.values, expected.values.double(), atol=1e-5)
+    assert "it needs further sampling: rollouts of its own (sampler.chains)" in whole.note
+    rewards = read_payload(record / "rewards.rewards" / "000000.parquet")
+    assert found.reward == rewards.value[rewards.index_of(found.trajectories.uid)].tolist()
+    assert found.notes == [
+        "turns are not sampled here (`creditgraph creditbench --suite turns` does), so no true advantage is shown"
+    ]
+    assert len(cards(found)) == 6
+
+
 def test_cards(comparison):
     rows = cards(comparison)
     assert len(rows) == 4
