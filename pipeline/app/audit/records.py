@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Records:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     declares: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def per_row(self) -> Floats:
         """float64 [N]: mean advantage of each row's trained tokens, 0 without one."""
         own = np.where(self.mask, self.advantages, 0.0).sum(1)
@@ -80,9 +81,9 @@ class Records:
         held, mask = self.advantages[rows], self.mask[rows]
         high = np.where(mask, held, -np.inf).max(1)
         low = np.where(mask, held, np.inf).min(1)
-        first = self.first_rows(rows)
-        place = np.searchsorted(np.unique(self.episodes[rows]), self.episodes[rows])
-        spread = np.abs(np.concatenate([high - low, self.per_row[rows] - self.per_row[rows][first][place]])).max()
+        _, first, place = np.unique(self.episodes[rows], return_index=True, return_inverse=True)
+        own = self.per_row[rows]
+        spread = np.abs(np.concatenate([high - low, own - own[first][place]])).max()
         return bool(spread <= 1e-4 * np.abs(held[mask]).max(initial=1e-9))
 
     def first_rows(self, rows: Ints) -> Ints:
@@ -90,7 +91,7 @@ class Records:
         out: Ints = np.unique(self.episodes[rows], return_index=True)[1]
         return out
 
-    @property
+    @cached_property
     def episodes(self) -> Ints:
         """int64 [N]: equal for the rows of one trajectory; each row's own where none is recorded."""
         names = self.columns.get("trajectory")
