@@ -86,15 +86,18 @@ class Replay(GraphSession):
         recorded = self._recorded(wire.source, wire.output, iteration) if iteration >= 0 else None
         if recorded is not None:
             return recorded
-        if output.carries(Handle):
-            again = self.again(node.name, iteration, iterations=self.iterations)
-            self.give(node.name, iteration, again.outputs)
-            return again.outputs[wire.output]
+        made: Mapping[str, Any] = {}
         # Weights are never recorded, and values from before the first iteration are not recorded either.
         if iteration < 0 or output.carries(Weights):
             runner = self.start(node)
             self._load_state(runner, iteration)
-            return initial_value(node, runner.initial(), wire)
+            made = runner.initial()
+        if iteration < 0 or wire.output in made:
+            return initial_value(node, made, wire)
+        if output.carries(Handle) or output.carries(Weights):
+            again = self.again(node.name, iteration, iterations=self.iterations)
+            self.give(node.name, iteration, again.outputs)
+            return again.outputs[wire.output]
         there = recorded_iterations(self.path, f"{wire.source}.{wire.output}")
         hint = (
             f"recorded iterations: {ranges(there)}"

@@ -1,7 +1,9 @@
 """Values that a node of a finished run gives out again, from its checkpoints."""
 
+import pytest
 import torch
 
+from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.core.sockets import Wire
 from creditgraph.pipeline.run.checkpoint import CheckpointSettings
 from creditgraph.pipeline.run.compose.experiment import build_experiment
@@ -32,3 +34,12 @@ def test_weights_come_from_shards(tmp_path):
     assert torch.equal(weights.tensors["w"], trained.tensors["w"])
     assert not torch.equal(weights.tensors["w"], initial.tensors["w"])
     assert not replay.notes
+
+
+@pytest.mark.slow
+def test_weights_that_are_made_of_others_are_computed_again(tmp_path, capsys):
+    small = ["prompts.batch=2", "sampler.group_size=2", "evaluator.every=0", "evaluator.num_problems=4"]
+    small += ["run.iterations=2", "run.record.every=1", "run.checkpoint.every=1", "run.device=cpu"]
+    assert main(["train", "recipe=toy_sdpo", f"run.root={tmp_path}", "run.name=r", *small]) == 0
+    assert main(["replay", str(tmp_path / "r"), "--iteration", "1", "--node", "advantage"]) == 0
+    assert "advantage.credit: the same bits as recorded" in capsys.readouterr().out
