@@ -1,7 +1,11 @@
 """Credit graphs in OpenRLHF, by a function that Ray calls in each of its workers:
 
-    ray job submit --runtime-env-json='{"worker_process_setup_hook": "creditgraph.adapters.openrlhf.install",
-        "env_vars": {"CREDITGRAPH_GRAPH": "gigpo advantage.omega=0.5"}}' -- python3 -m openrlhf.cli.train_ppo_ray …
+    ray job submit --runtime-env=credit.yaml -- python3 -m openrlhf.cli.train_ppo_ray …
+
+with credit.yaml:
+
+    worker_process_setup_hook: creditgraph.adapters.openrlhf.install
+    env_vars: {CREDITGRAPH_GRAPH: gigpo advantage.omega=0.5}
 
 `CREDITGRAPH_LOSS=true` among the variables takes the graph's loss too. OpenRLHF has a fixed list of estimators and
 losses, so a subclass takes the place of its experience maker, and one that of its loss. What follows from
