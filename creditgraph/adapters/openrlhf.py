@@ -35,7 +35,7 @@ def install() -> None:
     """Puts the graph of `CREDITGRAPH_GRAPH` in the place of OpenRLHF's estimators once this process imports them.
 
     Raises:
-        ConfigError: `CREDITGRAPH_GRAPH` is not set.
+        ConfigError: `CREDITGRAPH_GRAPH` is not set, or `CREDITGRAPH_LOSS` is neither true nor false.
     """
     graph = shlex.split(os.environ.get("CREDITGRAPH_GRAPH", ""))
     if not graph:
@@ -43,9 +43,12 @@ def install() -> None:
             'OpenRLHF: no graph is chosen; put CREDITGRAPH_GRAPH, as in "gigpo advantage.omega=0.5", into the '
             "env_vars of Ray's runtime environment."
         )
+    with_loss = os.environ.get("CREDITGRAPH_LOSS", "false").lower()
+    if with_loss not in ("true", "false"):
+        raise ConfigError(f"OpenRLHF: CREDITGRAPH_LOSS is '{with_loss}'; expected true or false.")
     check_version("openrlhf", TESTED)
     on_import("openrlhf.trainer.ppo_utils.experience_maker", lambda module: _credit(module, *graph))
-    if os.environ.get("CREDITGRAPH_LOSS", "").lower() in ("1", "true"):
+    if with_loss == "true":
         on_import("openrlhf.models.loss", lambda module: _loss(module, *graph))
 
 

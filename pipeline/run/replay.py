@@ -86,15 +86,17 @@ class Replay(GraphSession):
         recorded = self._recorded(wire.source, wire.output, iteration) if iteration >= 0 else None
         if recorded is not None:
             return recorded
-        made: Mapping[str, Any] = {}
+        computed = output.carries(Handle)
         # Weights are never recorded, and values from before the first iteration are not recorded either.
-        if iteration < 0 or output.carries(Weights):
+        if not computed and (iteration < 0 or output.carries(Weights)):
             runner = self.start(node)
             self._load_state(runner, iteration)
             made = runner.initial()
-        if iteration < 0 or wire.output in made:
-            return initial_value(node, made, wire)
-        if output.carries(Handle) or output.carries(Weights):
+            # Weights that a node makes of others, as their average.
+            computed = iteration >= 0 and wire.output not in made
+            if not computed:
+                return initial_value(node, made, wire)
+        if computed:
             again = self.again(node.name, iteration, iterations=self.iterations)
             self.give(node.name, iteration, again.outputs)
             return again.outputs[wire.output]

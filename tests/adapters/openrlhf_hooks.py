@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import ray
 import torch
+from hooks import said, start_ray
 
 from creditgraph.adapters.openrlhf import install
 
@@ -103,35 +104,12 @@ def loss(given, **options):
     return [value.item(), logprobs.grad.tolist(), [None if x is None else x.item() for x in rest]]
 
 
-def said(call):
-    try:
-        return call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def in_a_worker(given):
     """What a worker of OpenRLHF has, which imports its modules by itself."""
     for name in (MAKER, "openrlhf.trainer.ray.ppo_actor"):
         importlib.import_module(name)
     found = [rows for rows, *_ in advantages(given)]
     return found, type(sys.modules["openrlhf.trainer.ray.ppo_actor"].PolicyLoss(0.2, 0.2)).__name__
-
-
-def start_ray(tries=3):
-    """As OpenRLHF starts it. Ray gives its node 30 seconds, which are not enough on a machine that is busy."""
-    try:
-        ray.init(
-            num_cpus=1,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "true"}},
-        )
-    except Exception:
-        if tries == 1:
-            raise
-        ray.shutdown()
-        start_ray(tries - 1)
 
 
 def main():
@@ -149,11 +127,13 @@ def main():
         for unit in ("tokens", "rows"):
             out[f"loss of {graph} {unit}"] = said(lambda unit=unit: loss(given, token_level_loss=unit == "tokens"))
     out["dual clip"] = said(lambda: loss(given, dual_clip=3.0))
-    # What `ray job submit --runtime-env-json` hands on.
+    os.environ["CREDITGRAPH_LOSS"] = "yes"
+    out["neither true nor false"] = said(install)
+    # What `ray job submit --runtime-env` hands on.
     variables = {"CREDITGRAPH_GRAPH": "gigpo advantage.omega=0.5", "CREDITGRAPH_LOSS": "true"}
     environment = {"worker_process_setup_hook": "creditgraph.adapters.openrlhf.install", "env_vars": variables}
     os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": environment})
-    start_ray()
+    start_ray(runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "true"}})  # as OpenRLHF starts it
     out["in a worker"] = ray.get(ray.remote(in_a_worker).remote(given))
     Path(sys.argv[2]).write_text(json.dumps(out))
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import ray
 import torch
+from hooks import said, start_ray
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
 from skyrl.backends.skyrl_train.utils.ppo_utils import (
     PolicyLossRegistry,
@@ -91,27 +92,9 @@ def trainer_of(kind, name, step_wise=False):
     return trainer
 
 
-def said(call):
-    try:
-        return call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def in_another_process(name):
     """The class of the loss that a worker of SkyRL gets under a name."""
     return type(PolicyLossRegistry.get(name)).__name__
-
-
-def start_ray(tries=3):
-    """Ray gives its node 30 seconds, which are not enough on a machine that is busy with other tests."""
-    try:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    except Exception:
-        if tries == 1:
-            raise
-        ray.shutdown()
-        start_ray(tries - 1)
 
 
 def main():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import slime.backends.megatron_utils.loss as slime_loss
 import torch
+from hooks import said
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.types import Sample
 
@@ -74,13 +75,6 @@ def siblings(given, share):
             own["reward"] = sample.reward if share or not b else sample.reward + 1
             out.append(replace(sample, **own))
     return out
-
-
-def said(call):
-    try:
-        return call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def step(given, args, rows):

@@ -25,7 +25,6 @@ REWARDS = [1.0, 0.25, 0.0, 0.5]
 BUFFER = 4  # of 8 new tokens: longer responses than 4 are punished, by a quarter for each token
 PUNISHED = [r - max(0, len(row) - (8 - BUFFER)) / BUFFER for r, row in zip(REWARDS, RESPONSES, strict=True)]
 WIDTH = max(map(len, MASKS))
-CLIPPED = 0.2
 
 
 def padded(rows):
@@ -80,6 +79,8 @@ def test_advantages_equal_loops_over_punished_rewards(found):
     check(found["grpo"], slow.grpo(mask, PUNISHED, GROUPS))
     last = [[0.0, reward] for reward in PUNISHED]
     check(found["gigpo advantage.omega=0.5"], slow.gigpo(mask, last, GROUPS, READ, omega=0.5))
+    # Without rewards of turns a turn has the outcome's alone.
+    check(found["mt_grpo"], slow.grpo(mask, PUNISHED, GROUPS), 1e-4)
     # Its own divides by the unbiased deviation, and spreads what follows over the tokens that tools wrote.
     own = [
         [a * 2**0.5 * m for a, m in zip(row, m, strict=True)] for (row, *_), m in zip(found["own"], MASKS, strict=True)
@@ -126,6 +127,7 @@ def test_ray_brings_the_graph_into_workers(found):
 def test_what_cannot_run_there_says_so(found):
     assert "put CREDITGRAPH_GRAPH" in found["no graph"]
     assert "expected one sampler of independent responses" in found["srpo"]
-    assert "values" in found["ppo"]
+    assert "it reads values, but the trainer gave none" in found["ppo"]
+    assert "CREDITGRAPH_LOSS is 'yes'; expected true or false" in found["neither true nor false"]
     assert "its loss needs entropies" in found["loss of s_trace tokens"]
     assert "no part for actor.dual_clip" in found["dual clip"]

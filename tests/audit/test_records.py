@@ -247,3 +247,6 @@ def test_a_run_of_ours_passes(recipe, tmp_path, capsys):
         assert "✓ records_baseline" in out
     if recipe == "toy_ppo":
         assert "no token is trained on" in out
+    else:
+        assert "✓ records_numbers" in out
+        assert "✓ records_silent" in out or recipe == "toy_score"

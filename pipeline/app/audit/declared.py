@@ -50,7 +50,7 @@ def declared_of(made: Any) -> dict[str, str]:
 def declared_of_run(run: Path, node: str) -> Mapping[str, str]:
     """What the table has of the class of a run's node; {} for one that is not ours, whose code is not loaded."""
     try:
-        use = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["nodes"][node]["use"]
+        use = str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["nodes"][node]["use"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return {}
     return _of_class(load_class(use)) if use in known_components() else {}
