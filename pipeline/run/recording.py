@@ -122,6 +122,13 @@ def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
         return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
 
+def recorded_class(file: Path) -> str:
+    """ "module:Name" of the payload class that a Parquet file names, "" for a file that names none."""
+    with open_parquet(file) as open_file:
+        note = (open_file.schema_arrow.metadata or {}).get(KEY, b"{}")
+    return str(json.loads(note).get("class", ""))
+
+
 def recorded_sums(folder: Path) -> dict[str, str]:
     """File below a record/ folder → its SHA-256, from checksums.jsonl; {} without one. Removed files are left out."""
     file = folder / CHECKSUMS

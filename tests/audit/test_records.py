@@ -217,7 +217,7 @@ def test_nothing_passes_where_no_token_is_trained_on(tmp_path):
 
 
 # Whole responses; a critic that warms up; resets, whose prefixes are not trained on; turns; a batch that is whitened; a
-# tree, whose rows share tokens; first attempts without credit.
+# tree, whose rows share tokens; first attempts without credit; revisions, which no reward is recorded for.
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -232,6 +232,7 @@ def test_nothing_passes_where_no_token_is_trained_on(tmp_path):
                 "toy_prime",
                 "toy_spo_tree",
                 "toy_score",
+                "toy_ibpo",
             )
         ),
     ],
@@ -241,6 +242,12 @@ def test_a_run_of_ours_passes(recipe, tmp_path, capsys):
     small += ["data.train.size=50", "data.eval.size=10", "run.iterations=2", "run.record.every=1"]
     assert main(["train", f"recipe={recipe}", f"run.root={tmp_path}", "run.name=r", *small]) == 0
     capsys.readouterr()
+    # A payload of a class that only the run's graph imports.
+    record = tmp_path / "r" / "record"
+    held = pq.read_table(next(record.glob("rewards.rewards/*.parquet")))
+    note = json.loads(held.schema.metadata[b"creditgraph"]) | {"class": "elsewhere:Own"}
+    (record / "own.own").mkdir()
+    pq.write_table(held.replace_schema_metadata({"creditgraph": json.dumps(note)}), record / "own.own/000000.parquet")
     assert main(["audit", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
     if recipe == "toy_grpo":

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from creditgraph.components.advantage.counterfactual import Counterfactual
 from creditgraph.components.advantage.gae import GAE
 from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.advantage.prime import Prime
@@ -28,6 +29,7 @@ _TWICE = "a turn's own reward counts in its comparison and in the outcome, what 
 # Class → check of `creditgraph audit` → why its failure is wanted.
 DECLARED: Mapping[type, Mapping[str, str]] = {
     CISPO: {"loss_clip": "clipping bounds a token's weight and stops no token"},
+    Counterfactual: {"records_baseline": "rewards are shaped by what a revision gains"},
     FIPO: {"loss_gradient": "the weight that later tokens give to an advantage has no gradient of its own"},
     GAE: {"records_baseline": f"the baseline is a critic's, or {_BATCH}"},
     GiGPO: dict.fromkeys(("gradient_stop", "gradient_turns"), _STATES),

@@ -233,9 +233,12 @@ def _guess(column: str, found: Mapping[str, Any]) -> str:
 
 
 def _of_run(path: Path) -> list[Records]:
+    from creditgraph.pipeline.core.encoding import class_name
     from creditgraph.pipeline.core.payloads import Credit, Rewards, Trajectories, Turns
-    from creditgraph.pipeline.run.recording import read_payload, recorded_iterations
+    from creditgraph.pipeline.run.recording import read_payload, recorded_class, recorded_iterations
 
+    # Other payloads may be of classes that only the run's graph imports.
+    wanted = {class_name(kind) for kind in (Credit, Rewards, Trajectories, Turns)}
     folder = path / "record"
     outputs = sorted(p.name for p in folder.glob("*") if p.is_dir()) if folder.is_dir() else []
     if not outputs:
@@ -244,9 +247,9 @@ def _of_run(path: Path) -> list[Records]:
     held: dict[tuple[str, int], Any] = {}
     for name, iterations in newest.items():
         for iteration in iterations:
-            value = read_payload(folder / name / f"{iteration:06d}.parquet")
-            if isinstance(value, Credit | Rewards | Trajectories | Turns):
-                held[name, iteration] = value
+            file = folder / name / f"{iteration:06d}.parquet"
+            if recorded_class(file) in wanted:
+                held[name, iteration] = read_payload(file)
     credits_ = sorted({name for (name, _), value in held.items() if isinstance(value, Credit)})
     if not credits_:
         raise AuditError(f"{path}: no credit is recorded; recorded are {', '.join(outputs)}. See run.record.outputs.")
@@ -258,20 +261,32 @@ def _of_run(path: Path) -> list[Records]:
             columns = {k: [x for row in rows for x in row[k]] for k in rows[0]}
             declares = declared_of_run(path, name.partition(".")[0])
             found.append(replace(_of_columns(columns, f"{path}: {name}", {}), declares=declares))
+    if not found:
+        raise AuditError(
+            f"{path}: no trajectories and rewards are recorded for the rows of {', '.join(credits_)}. Train with "
+            "run.record.outputs=all."
+        )
     return found
 
 
 def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> dict[str, list[Any]] | None:
     """Credit of one iteration with the rewards and groups of its rows."""
+    import torch
+
     from creditgraph.pipeline.core.payloads import Rewards, Trajectories, Turns
 
     credit = held[name, iteration]
     wanted = set(credit.uid.tolist())
-    others = [value for (_, i), value in held.items() if i == iteration and wanted <= set(value.uid.tolist())]
+    present = [value for (_, i), value in held.items() if i == iteration]
+    others = [value for value in present if wanted <= set(value.uid.tolist())]
     trajectories = next((v for v in others if isinstance(v, Trajectories)), None)
-    rewards = next((v for v in others if isinstance(v, Rewards)), None)
-    if trajectories is None or rewards is None or not wanted:
+    # Rows that are trained on besides the sampled ones, as revisions, need have no reward.
+    rewards = max(
+        (v for v in present if isinstance(v, Rewards)), key=lambda v: len(wanted & set(v.uid.tolist())), default=None
+    )
+    if trajectories is None or rewards is None or not wanted & set(rewards.uid.tolist()):
         return None
+    credit = credit.select(torch.isin(credit.uid, rewards.uid))
     turns = next((v for v in others if isinstance(v, Turns)), None)
     episodes = credit.uid if turns is None else turns.select(turns.index_of(credit.uid)).episode
     trajectories = trajectories.select(trajectories.index_of(credit.uid))
