@@ -263,8 +263,8 @@ def _of_run(path: Path) -> list[Records]:
             found.append(replace(_of_columns(columns, f"{path}: {name}", {}), declares=declares))
     if not found:
         raise AuditError(
-            f"{path}: no trajectories and rewards are recorded for the rows of {', '.join(credits_)}. Train with "
-            "run.record.outputs=all."
+            f"{path}: no trajectories with rewards are recorded for the rows of {', '.join(credits_)}, so there is "
+            "nothing to judge. If the graph has them, train with run.record.outputs=all."
         )
     return found
 
