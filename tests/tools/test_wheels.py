@@ -48,6 +48,11 @@ def bare(folder):
         for top in {Path(f).parts[0] for f in of.files or () if not str(f).startswith("..")} - {"__pycache__"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(of.locate_file(top))
+            if sys.pycache_prefix:  # kept by path: torch would be compiled once more
+                compiled, here = (sys.pycache_prefix + str(Path(p) / top) for p in (of.locate_file(""), packages))
+                if os.path.isdir(compiled) and not os.path.exists(here):
+                    os.makedirs(os.path.dirname(here), exist_ok=True)
+                    os.symlink(compiled, here)
     return folder / "bin" / "python"
 
 
@@ -82,7 +87,17 @@ def test_a_bare_machine_trains_with_what_was_collected(tmp_path):
     assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "pydantic", "pydantic-core", "pytest"} <= names
     assert not names & {"torch", "numpy", "transformers", "tokenizers", "triton", "networkx"}
     assert len(list(wheels.glob("*.whl"))) == len(names)
-    offline = ["install", "-q", "--no-index", "--no-deps", "--find-links", wheels, "-r", wheels / "requirements.txt"]
+    offline = [
+        "install",
+        "-q",
+        "--no-compile",
+        "--no-index",
+        "--no-deps",
+        "--find-links",
+        wheels,
+        "-r",
+        wheels / "requirements.txt",
+    ]
     target = ["--target", tmp_path / "added", "--no-warn-conflicts"]
     subprocess.run([sys.executable, "-m", "pip", *offline, *target], check=True)
     (packages,) = (tmp_path / "bare").glob("lib/python*/site-packages")

@@ -175,6 +175,8 @@ class VllmDialect:
                 options["distributed_executor_backend"] = _IN_ENGINE_CORE
             # By themselves, servers would bind to the same core; more threads than free cores are several times slower.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            # Eager mode leaves out the model alone: a split vocabulary's lookup would still be compiled, for a minute.
+            environment["TORCH_COMPILE_DISABLE"] = "1"
         if part := self._part:
             host, _, port_of_all = part.meeting.rpartition(":")
             options |= {"nnodes": part.nodes, "node_rank": part.rank, "master_addr": host, "master_port": port_of_all}
