@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from creditgraph.pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import GraphError
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
@@ -37,6 +38,16 @@ def test_every_shipped_graph_and_recipe_is_sound():
     problems_of = dict(check_shipped([CONFIG_DIR]))
     assert {name: problems for name, problems in problems_of.items() if problems} == {}
     assert len(problems_of) == len(list_choices("graph", [CONFIG_DIR])) + len(list_choices("recipe", [CONFIG_DIR]))
+
+
+def test_every_shipped_graph_logs_what_commands_show():
+    for name in list_choices("graph", [CONFIG_DIR]):
+        teacher = ["teacher.model=tiny"] if name == "distill" else []
+        nodes = build_experiment(compose([f"graph={name}", *teacher])).graph.nodes
+        logged = {f"{node.name}/{metric.name}" for node in nodes for metric in node.cls.metrics}
+        assert logged >= {ACCURACY, SAMPLED_TOKENS, TRAINED_TOKENS, STEPS}, name
+        if name not in ("distill", "intervention"):  # these have no rewards
+            assert logged >= {REWARD, "rewards/correct"}, name
 
 
 @pytest.mark.parametrize("method", PAPERS)
@@ -131,8 +142,8 @@ SOURCED = {
         "sampler.groups": 512,
         "sampler.group_size": 16,
         "sampler.max_tokens": 20480,
-        "rewards.max_length": 20480,
-        "rewards.buffer": 4096,
+        "overlong.max_length": 20480,
+        "overlong.buffer": 4096,
     },
     "drgrpo_qwen2_5_math_7b": {
         "model.path": "Qwen/Qwen2.5-Math-7B",
