@@ -143,11 +143,12 @@ class Checkpoints:
             self._discard(old)
         return final
 
-    def latest(self, rename: bool = False) -> Checkpoint | None:
+    def latest(self, rename: bool = False, reads: Callable[[str], bool] | None = None) -> Checkpoint | None:
         """The newest valid checkpoint, or None; a damaged one is skipped with a warning.
 
         Args:
             rename: rename damaged ones to `damaged-…`; the caller holds the run's lock.
+            reads: whether to read a group of this name; by default all groups are read.
 
         Raises:
             RunError: it was written by another version, or holds payloads of a class that is not imported. Starting
@@ -156,7 +157,7 @@ class Checkpoints:
         damaged = 0
         for path in reversed(numbered(self.path)):
             try:
-                return load(path)
+                return load(path, reads)
             except DamagedError as error:
                 damaged += 1
                 place = f", set aside as {self.set_aside(path).name}" if rename else ""

@@ -133,9 +133,10 @@ class Replay(GraphSession):
         if at < 0:
             self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state is used.")
             return
-        saved = checkpoint.load(self.path / "checkpoints" / f"{at:06d}")
-        if f"node.{name}" in saved.groups:
-            runner.load(saved.groups[f"node.{name}"])
+        own = f"node.{name}"
+        saved = checkpoint.load(self.path / "checkpoints" / f"{at:06d}", lambda group: group == own)
+        if own in saved.groups:
+            runner.load(saved.groups[own])
         if runner.has_shards:
             checkpoint.check_shards(saved.path)
             runner.load_shards(saved.path / checkpoint.SHARDS)

@@ -129,6 +129,10 @@ def model_card(run: Path, version: int, base: str) -> str:
     return f"---\n{front}---\n\n# {visible(run.resolve().name)}\n\n" + "\n".join(["| | |", "|---|---|", *lines]) + "\n"
 
 
+def _no(_: str) -> bool:
+    return False
+
+
 def newest_weights(run: Path, iteration: int | None) -> Weights:
     """The weights after the iteration of a checkpoint, by default the newest valid one."""
     from creditgraph.pipeline.run.checkpoint import Checkpoints, load
@@ -137,7 +141,8 @@ def newest_weights(run: Path, iteration: int | None) -> Weights:
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise RunError(f"{folder} is missing; expected the directory of a run that has saved.")
-    found = Checkpoints(folder).latest() if iteration is None else load(folder / f"{iteration:06d}", lambda _: False)
+    # Of the checkpoint only its iteration: a sampler's state may hold payloads of a class that is not imported here.
+    found = Checkpoints(folder).latest(reads=_no) if iteration is None else load(folder / f"{iteration:06d}", _no)
     if found is None:
         raise RunError(
             f"{run} has no valid checkpoint; expected one. Set run.checkpoint.every, or end the run with Ctrl-C once."

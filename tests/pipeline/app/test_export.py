@@ -11,8 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from creditgraph.components.rollouts.continuing import Begun
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.app.commands.train import train
+from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.run.checkpoint import Checkpoints
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
@@ -55,6 +57,17 @@ def test_the_exported_folder_holds_the_published_weights(export, run, tmp_path):
     trained = Checkpoints(run / "checkpoints").latest().groups["node.learner"]["optimizer"]["masters"]
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
+
+
+def test_prompts_in_flight_of_a_class_that_is_not_imported_are_left_alone(export, tmp_path, monkeypatch):
+    small = ["prompts.batch=2", "evaluator.num_problems=2", "run.iterations=1", f"run.root={tmp_path}", "run.name=r"]
+    train(build_experiment(compose(["recipe=toy_grpo_partial", *small])))
+    monkeypatch.setattr(Begun, "__module__", "elsewhere")
+    with pytest.raises(RunError, match=r"continuing:Begun' is not known here"):
+        Checkpoints(tmp_path / "r" / "checkpoints").latest()
+    code, said = export(tmp_path / "r", "--output", tmp_path / "model")
+    assert code == 0
+    assert "38 tensors" in said
 
 
 def test_mistakes_get_sentences(export, run, tmp_path):
