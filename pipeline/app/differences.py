@@ -38,11 +38,10 @@ def _field_difference(name: str, old: Any, new: Any, uid: Tensor | None) -> list
             return [f"{name}: lengths differ in {int((~same).sum())} of {len(old)} rows"]
         return _numbers(name, old.values, new.values, old.row_ids, uid)
     if isinstance(old, Tensor) and isinstance(new, Tensor):
-        if old.shape == new.shape and torch.equal(torch.nan_to_num(old), torch.nan_to_num(new)):
-            return []
         if old.shape != new.shape:
             return [f"{name}: shape {tuple(old.shape)} → {tuple(new.shape)}"]
-        return _numbers(name, old, new, torch.arange(len(old)), uid)
+        rows = torch.arange(old.numel()) // max(old[0].numel() if old.ndim and len(old) else 1, 1)
+        return _numbers(name, old.flatten(), new.flatten(), rows, uid)
     if isinstance(old, dict) and isinstance(new, dict):
         lines = [f"{name}.{k}: only {'recorded' if k in old else 'now'}" for k in sorted(old.keys() ^ new.keys())]
         for key in sorted(old.keys() & new.keys()):
@@ -58,9 +57,16 @@ def _field_difference(name: str, old: Any, new: Any, uid: Tensor | None) -> list
     return [] if old == new else [f"{name}: {old!r} → {new!r}"]
 
 
+def _changed(old: Tensor, new: Tensor) -> Tensor:
+    """Where values differ; two NaNs do not."""
+    return (old != new) & ~(old.isnan() & new.isnan())
+
+
 def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | None) -> list[str]:
-    # NaN differs from itself, but two NaNs are no difference.
-    changed = (old != new) & ~(old.isnan() & new.isnan()) if old.is_floating_point() else old != new
+    """What a line says of values of which some differ; means leave NaN out, which marks tokens without a number."""
+    changed = _changed(old, new)
+    if not bool(changed.any()):
+        return [] if old.dtype == new.dtype else [f"{name}: the same values, as {old.dtype} → as {new.dtype}"]
     first = int(changed.nonzero()[0])
     row = int(rows[first])
     where = f"uid {int(uid[row])}" if uid is not None else f"row {row}"
@@ -70,6 +76,6 @@ def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | No
     largest = float((a - b).abs().nan_to_num().max())
     return [
         f"{name}: {int(changed.sum())} of {len(old)} values in {num_rows} rows differ, largest |Δ| {largest:.4g}, "
-        f"mean {float(a.mean()):.4g} → {float(b.mean()):.4g}; first at {where}: {float(a[first]):.4g} → "
+        f"mean {float(a.nanmean()):.4g} → {float(b.nanmean()):.4g}; first at {where}: {float(a[first]):.4g} → "
         f"{float(b[first]):.4g}"
     ]
