@@ -24,7 +24,7 @@ from creditgraph.pipeline.core.component import Component, Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.handles import Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories, Turns
 from creditgraph.pipeline.core.registry import build_component
 from creditgraph.pipeline.core.streams import Stream, key_of
 from creditgraph.pipeline.run.checkpoint import checksum
@@ -160,6 +160,13 @@ class ValueSampler:
         if not recorded or (s.iteration is not None and s.iteration not in recorded):
             raise RunError(f"{replay.path}: {wire} is not recorded in that iteration; recorded: {recorded or 'none'}.")
         iteration = recorded[-1] if s.iteration is None else s.iteration
+        turns = [f"{turn.source}.{turn.output}" for turn in replay.graph.outputs_of(Turns)]
+        if any(iteration in recorded_iterations(replay.path, name) for name in turns):
+            raise ConfigError(
+                f"{replay.path}: its rows are turns of episodes, and what follows a turn is up to its environment, "
+                "which a server does not have; expected a run whose rows are whole responses. `creditgraph report` "
+                "shows the values of turns where the graph has a critic."
+            )
         population: Trajectories = replay.value(wire, iteration)
         prompts: Prompts = self._first(Prompts, iteration)
         verdicts = self._first(Verifier, iteration).verify(prompts, population)

@@ -128,6 +128,13 @@ def test_mistakes_end_in_a_sentence(run, server, monkeypatch):
         sample(run, server, "--iteration", "7")
     with pytest.raises(RunError, match=r"no such model.*Nothing was saved"):
         sample(run, server, "--verifier", "verifier.exact", "--model", "other")
+    step = {"prompt_ids": [1], "tokens": [5], "reward": 0.5, "group": "a", "episode": 7}
+    (run / "steps.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in (step, step | {"prompt_ids": [1, 5, 6]}))
+    )
+    command(run / "steps.jsonl", "--from", "jsonl", "--graph", "mt_grpo", "-o", run / "turns")
+    with pytest.raises(ConfigError, match="its rows are turns of episodes"):
+        sample(run / "turns", server, "--verifier", "verifier.exact")
     server.script[:] = ["fail"]
     monkeypatch.setattr("time.sleep", lambda _: None)
     assert sample(run, server, "--verifier", "verifier.exact", "--rollouts", "2", "--rows", "1") == 0  # asked again
