@@ -151,9 +151,9 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _score(self, model: Any, inputs: dict[str, Any], size: int | None = None) -> tuple[Tensor, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        further = {name: inputs.get(name) for name in MODEL_INPUTS}
+        further = {name: inputs[name] for name in MODEL_INPUTS if inputs.get(name) is not None}
         keep = inputs["completion_ids"].shape[1]
-        logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
+        logprobs, entropies, *_ = self._get_per_token_logps_and_entropies(
             model, ids, attention, keep, batch_size=size, compute_entropy=True, **further
         )
         return logprobs, entropies
