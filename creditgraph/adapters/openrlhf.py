@@ -28,7 +28,7 @@ from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
 logger = logging.getLogger("creditgraph")
-TESTED = ("0.11",)
+TESTED = ("0.11.2",)
 
 
 def install() -> None:

@@ -6,7 +6,7 @@
 
 TRL has no public hook for advantages. The class overrides `_calculate_rewards` (to keep the rewards), and
 `_generate_and_score_completions` (to replace the advantages [N] by [N, T], which TRL's loss takes); with
-`objective=True` also `_compute_loss`. These are private methods: `TESTED` are the versions that tests run.
+`objective=True` also `_compute_loss`. These are private methods: `TESTED` are the versions with which the tests passed.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.loss import COLUMN, check_by_steps, loss_inputs, loss_weights, prepared, token_losses
 from creditgraph.adapters.rows import Rollouts, log_means
 
-TESTED = ("1.16",)
+TESTED = ("1.16", "1.13", "1.10", "1.5", "1.0", "0.29")  # all but the first by hand
 PerTurn = Callable[..., Sequence[Sequence[Any]]]
 MODEL_INPUTS = (
     "pixel_values",

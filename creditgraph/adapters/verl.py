@@ -26,7 +26,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, agg_loss, regist
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
 
-TESTED = ("0.9",)
+TESTED = ("0.9", "0.8", "0.7")  # the older ones by hand
 # The step from rewards to advantages of verl's trainer, and the modules that hold it.
 STEP = "compute_advantage_for_multi_trajectories"
 MODULES = ("verl.trainer.ppo.v1.utils", "verl.trainer.ppo.v1.trainer_base")
