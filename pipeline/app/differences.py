@@ -57,14 +57,9 @@ def _field_difference(name: str, old: Any, new: Any, uid: Tensor | None) -> list
     return [] if old == new else [f"{name}: {old!r} → {new!r}"]
 
 
-def _changed(old: Tensor, new: Tensor) -> Tensor:
-    """Where values differ; two NaNs do not."""
-    return (old != new) & ~(old.isnan() & new.isnan())
-
-
 def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | None) -> list[str]:
     """What a line says of values of which some differ; means leave NaN out, which marks tokens without a number."""
-    changed = _changed(old, new)
+    changed = (old != new) & ~(old.isnan() & new.isnan())  # NaN differs from itself
     if not bool(changed.any()):
         return [] if old.dtype == new.dtype else [f"{name}: the same values, as {old.dtype} → as {new.dtype}"]
     first = int(changed.nonzero()[0])
