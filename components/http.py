@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,14 +67,18 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="http")
         self._thread.start()
+        self._lock = threading.Lock()
+        self._closed = False
         limits = httpx.Limits(max_connections=connections)
         sent = {"Accept-Encoding": "identity", **headers}
         self._client = httpx.AsyncClient(headers=sent, limits=limits, timeout=None)
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections. A request that another thread waits for has no reply then: `post` says so."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+            with self._lock:  # what is sent before this is cancelled, and nothing is sent after it
+                self._closed = True
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -90,14 +94,19 @@ class Client:
             wait: seconds before the first further try; doubled each time, at most 30.
         """
         shown = public(url)  # without the password that it may have
-        reason = ""
+        reason, closed = "", f"{shown}: the connections were closed before its reply"
         for attempt in range(retries + 1):
             if attempt:
                 time.sleep(wait)
                 wait = min(2 * wait, _MAX_WAIT)
-            task = asyncio.run_coroutine_threadsafe(self._once(url, body, seconds), self._loop)
+            with self._lock:
+                if self._closed:
+                    return None, closed
+                task = asyncio.run_coroutine_threadsafe(self._once(url, body, seconds), self._loop)
             try:
                 status, raw = task.result()
+            except CancelledError:
+                return None, closed
             except TimeoutError:
                 reason = f"no response from {shown} in {seconds:g} s"
                 continue
@@ -115,6 +124,13 @@ class Client:
             if status not in _RETRIED:
                 break
         return None, reason
+
+    async def _end(self) -> None:
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        await self._client.aclose()
 
     async def _once(self, url: str, body: Any, seconds: float) -> tuple[int, bytes]:
         async with asyncio.timeout(seconds), self._client.stream("POST", url, json=body) as response:

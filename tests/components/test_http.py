@@ -1,0 +1,53 @@
+"""Requests in flight when the client closes."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from creditgraph.components.http import Client
+
+
+@pytest.fixture
+def silent():
+    """The address of a server that takes connections and never answers; set() when a request has come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        came = threading.Event()
+        kept = []
+
+        def accept():
+            while True:
+                try:
+                    kept.append(server.accept()[0])
+                except OSError:  # closed
+                    return
+                kept[-1].recv(1)
+                came.set()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", came
+        for connection in kept:
+            connection.close()
+
+
+def test_a_thread_that_waits_for_a_reply_goes_on_when_the_client_closes(silent):
+    url, came = silent
+    client = Client("a test", {})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, url, {}, seconds=600, retries=3)
+        assert came.wait(30)
+        client.close()
+        assert asked.result(30) == (None, f"{url}: the connections were closed before its reply")
+    assert client.post(url, {}, seconds=600) == (None, f"{url}: the connections were closed before its reply")
+    client.close()  # again: nothing
+
+
+def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent):
+    url, came = silent
+    client = Client("a test", {})
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, url, {}, seconds=0.05, retries=1, wait=0.5)
+        assert came.wait(30)
+        client.close()
+        assert asked.result(30) == (None, f"{url}: the connections were closed before its reply")
