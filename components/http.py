@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="http")
         self._thread.start()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         limits = httpx.Limits(max_connections=connections)
         sent = {"Accept-Encoding": "identity", **headers}
         self._client = httpx.AsyncClient(headers=sent, limits=limits, timeout=None)
@@ -77,7 +76,7 @@ class Client:
         """Closes the connections. A request that another thread waits for has no reply then: `post` says so."""
         if self._thread.is_alive():
             with self._lock:  # what is sent before this is cancelled, and nothing is sent after it
-                self._closed = True
+                self._closed.set()
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -97,10 +96,10 @@ class Client:
         reason, closed = "", f"{shown}: the connections were closed before its reply"
         for attempt in range(retries + 1):
             if attempt:
-                time.sleep(wait)
+                self._closed.wait(wait)
                 wait = min(2 * wait, _MAX_WAIT)
             with self._lock:
-                if self._closed:
+                if self._closed.is_set():
                     return None, closed
                 task = asyncio.run_coroutine_threadsafe(self._once(url, body, seconds), self._loop)
             try:

@@ -164,8 +164,8 @@ class ValueSampler:
         if any(iteration in recorded_iterations(replay.path, name) for name in turns):
             raise ConfigError(
                 f"{replay.path}: its rows are turns of episodes, and what follows a turn is up to its environment, "
-                "which a server does not have; expected a run whose rows are whole responses. `creditgraph report` "
-                "shows the values of turns where the graph has a critic."
+                "which a server does not have; expected a run whose rows are whole responses. A graph with a critic of "
+                "turns, such as turn_ppo, records the critic's values."
             )
         population: Trajectories = replay.value(wire, iteration)
         prompts: Prompts = self._first(Prompts, iteration)

@@ -113,7 +113,7 @@ def test_other_boundaries_functions_and_texts(run, server, tmp_path):
         assert sampler.plan().cost(4)[0] == 1  # no line ends, and all rows have one prompt
 
 
-def test_mistakes_end_in_a_sentence(run, server, monkeypatch):
+def test_mistakes_end_in_a_sentence(run, server):
     with pytest.raises(ConfigError, match="nothing in it can verify a new response"):
         sample(run, server)
     with pytest.raises(RunError, match=r"none of 6 continuations could be verified"):
@@ -136,6 +136,5 @@ def test_mistakes_end_in_a_sentence(run, server, monkeypatch):
     with pytest.raises(ConfigError, match="its rows are turns of episodes"):
         sample(run / "turns", server, "--verifier", "verifier.exact")
     server.script[:] = ["fail"]
-    monkeypatch.setattr("time.sleep", lambda _: None)
     assert sample(run, server, "--verifier", "verifier.exact", "--rollouts", "2", "--rows", "1") == 0  # asked again
     assert not (run / "record" / "values.values" / "000007.parquet").exists()

@@ -47,7 +47,7 @@ def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent):
     url, came = silent
     client = Client("a test", {})
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(client.post, url, {}, seconds=0.05, retries=1, wait=0.5)
+        asked = pool.submit(client.post, url, {}, seconds=0.05, retries=1, wait=600)
         assert came.wait(30)
         client.close()
         assert asked.result(30) == (None, f"{url}: the connections were closed before its reply")

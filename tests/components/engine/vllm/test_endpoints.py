@@ -107,6 +107,7 @@ def test_parts_of_a_server_over_two_nodes(monkeypatch, device):
     model = ServedModel(**MODEL, device=device)
     launch = VllmDialect(VllmSettings(servers=1, tensor_parallel=4), model, part).launch(8000, "part")
     assert launch.environment["VLLM_HOST_IP"] == "10.0.0.2"
+    assert launch.environment.get("TORCH_COMPILE_DISABLE") == {"cpu": "1", "cuda": None}[device]
     ran = []
     monkeypatch.setattr(serve, "run_headless", ran.append)
     place = launch.command.index("creditgraph.components.engine.vllm.start") + 1
