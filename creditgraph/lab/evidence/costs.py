@@ -69,13 +69,10 @@ def _add(found: Logs, key: Pair, results: Results, cell: str, methods: Pair) -> 
 
 
 def _per_prompt(results: Results, cell: str, method: str) -> dict[str, float]:
-    """Cost → mean over seeds, per optimiser step and prompt of a batch; the length is that of a response."""
+    """Cost → per optimiser step and prompt of a batch, all seeds' amounts over all seeds' steps; the length is that of
+    a response. A mean of the seeds' ratios would be that of the seed with the fewest steps: one took none at all."""
     row = results.cells[cell]["methods"][method]
-    parts = [steps * (row.get("batch") or 1) for steps in row["steps"]]
-    amounts = {"tokens": [results.declaration.cells[cell].tokens] * len(parts), **row}
-    means = {
-        cost: mean_sd([amount / part for amount, part in zip(amounts[cost], parts, strict=True) if part])[0]
-        for cost in COSTS[:-1]
-        if cost in amounts
-    }
+    prompts = sum(row["steps"]) * (row.get("batch") or 1)
+    amounts = {"tokens": [results.declaration.cells[cell].tokens] * len(row["steps"]), **row}
+    means = {cost: sum(amounts[cost]) / prompts for cost in COSTS[:-1] if cost in amounts and prompts}
     return dict.fromkeys(COSTS, math.nan) | means | {"length": mean_sd(row.get("length", ()))[0]}

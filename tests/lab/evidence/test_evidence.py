@@ -258,6 +258,11 @@ def test_costs_per_step_and_prompt_are_multiples_of_the_baseline(tmp_path):
     assert "sampled tokens: SRPO takes less, 0.50 [0.50, 0.50] (2) times RRPO's" in text
     del rows["good"]["processed"]  # an older result
     assert "| `srpo` | `grpo` | 0.31 [0.31, 0.31] (2) | 0.62 (1) |" in costs_block(Results(declaration, cells))
+    # A seed of silent groups alone, which took no step: 3,000 tokens over 10 steps of 2 prompts are 150 a prompt.
+    for cell in cells.values():
+        cell["methods"]["grpo"]["steps"] = [0.0, 5, 5]
+    text = costs_block(Results(declaration, cells))
+    assert "| `srpo` | `grpo` | 0.21 [0.21, 0.21] (2) | 0.42 (1) |" in text
 
 
 def test_verdicts_follow_the_corrected_p_value(tmp_path):
