@@ -1,6 +1,6 @@
 """Rollouts over several iterations: a request stops after some tokens, and goes on in the next iteration.
 
-A node that carries runs its whole algorithm anew in every iteration for the prompts that wait. Its requests are keyed
+A node that carries runs its whole algorithm again in every iteration for the prompts that wait. Its requests are keyed
 by the prompt alone, so those that have ended are answered from memory, those that were paused go on where they were,
 and the algorithm is at the point where it was: after some waves, levels of a tree or resets. A prompt is delivered in
 the iteration in which none of its requests is paused.

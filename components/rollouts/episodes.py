@@ -66,7 +66,7 @@ class _Episode:
         last: tokens of its last response.
         number: turns that it has had, repeated ones too.
         turns: place of the sampled row, state before it, reward and done of each sampled turn.
-        recorded: turns to repeat, and the one that is sampled anew.
+        recorded: turns to repeat, and the one that is sampled again.
     """
 
     place: int

@@ -190,7 +190,7 @@ def first_turn(template: str, observation: str, tokenizer: Any) -> str:
 def later_turn(template: str, observation: str, tokenizer: Any) -> str:
     """What follows a response in a conversation: for "chat" the end of its turn, a user turn, and the next one's head.
 
-    Templates that write earlier turns anew, as some do without their thoughts, are not followed: a response stays as it
+    Templates that rewrite earlier turns, as some do without their thoughts, are not followed: a response stays as it
     was sampled.
     """
     if template != "chat":

@@ -208,7 +208,7 @@ def load_own(name: str, what: str) -> Any:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """The module in a file, run anew."""
+    """The module in a file, loaded again."""
     # Under a name that hides no other module; dataclasses look their module up under it.
     spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     assert spec is not None

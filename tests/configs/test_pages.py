@@ -24,7 +24,7 @@ def pictures():
 def test_picture_is_that_of_a_shipped_graph(page, pictures):
     result = re.findall(r"^```mermaid\n(.*?)^```$", PAGES[page], re.M | re.S)
     assert all(picture.strip() in pictures for picture in result), (
-        f"draw docs/papers/{page}.md anew: creditgraph graph graph=NAME"
+        f"draw docs/papers/{page}.md with creditgraph graph graph=NAME"
     )
 
 

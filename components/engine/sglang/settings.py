@@ -33,7 +33,7 @@ class SGLangSettings(ServerSettings):
     rest, unless it takes turns with the servers (sleep)"""
     deterministic: bool = True
     """whether SGLang runs in its deterministic mode: the same seeds give the same responses, whatever else runs.
-    Without it SGLang ignores seeds and is faster; a run cannot then be repeated, and a resumed one samples anew"""
+    Without it SGLang ignores seeds and is faster; a run cannot then be repeated, and a resumed one samples again"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

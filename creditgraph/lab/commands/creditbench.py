@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4\n"
         "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run\n"
         "  creditgraph creditbench --suite turns                     # credit per turn in an environment\n"
-        "  creditgraph creditbench --predict RESULTS --scores SCORES               # which score foretells the gain?"
+        "  creditgraph creditbench --predict RESULTS --scores SCORES               # which score predicts the gain?"
     )
     parser.add_argument(
         "--methods",

@@ -187,9 +187,9 @@ def costs_block(results: Results) -> str:
 
 
 def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:
-    """docs/lab.md: whether a score of credit foretells what training gains, and the table of the study."""
+    """docs/lab.md: whether a score of credit predicts what training gains, and the table of the study."""
     if not scores.exists():
-        return {"foretells": NOTHING, "study": NOTHING}
+        return {"predicts": NOTHING, "study": NOTHING}
     cells = [
         cell
         for cell in read_cells([gains], scores)[0]
@@ -200,7 +200,7 @@ def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str,
     verdict, _, rows = study_table(found).partition("\n\n")
     name, best = next(iter(found.items()))
     return {
-        "foretells": f"**{verdict}** Nearest: `{name}` with {best.tau:+.2f} [{best.low:+.2f}, {best.high:+.2f}]; "
+        "predicts": f"**{verdict}** Nearest: `{name}` with {best.tau:+.2f} [{best.low:+.2f}, {best.high:+.2f}]; "
         f"{sum(len(cell.methods) for cell in cells)} methods in {len(cells)} cells of {families} families. "
         f"{repeatability_line(cells)}",
         "study": rows,

@@ -1,1 +1,1 @@
-"""Whether scores of credit foretell what training gains."""
+"""Whether scores of credit predict what training gains."""

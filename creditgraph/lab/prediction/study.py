@@ -1,4 +1,4 @@
-"""Does a score of credit, measured before training, foretell what training gains? Tested on held-out families.
+"""Does a score of credit, measured before training, predict what training gains? Tested on held-out families.
 
 Cells are comparisons of methods at equal tokens; families of problems are split into two halves, by name. On one half
 each score gets its direction (does more of it mean more gain?), and all scores together a ridge regression of the ranks
@@ -57,8 +57,8 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foretold:
-    """How well a score foretells gains on held-out families.
+class Prediction:
+    """How well a score predicts gains on held-out families.
 
     Attributes:
         tau: mean of Kendall's τ over held-out cells; NaN where no cell has enough methods with this score.
@@ -97,8 +97,8 @@ def halves(families: Sequence[str]) -> dict[str, int]:
     return {family: i % 2 for i, family in enumerate(sorted(set(families), key=lambda f: key_of("half", f)))}
 
 
-def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
-    """Score → how well it foretells, the best first.
+def study(cells: Sequence[Cell]) -> dict[str, Prediction]:
+    """Score → how well it predicts, the best first.
 
     Raises:
         DataError: fewer than two families with enough methods.
@@ -128,7 +128,7 @@ def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
             held[name] += [
                 (c, directions[name][-1] * x, y) for c in tested for x, y in [_pair(c, name)] if len(x) >= FEWEST
             ]
-    result = {name: _foretold(name, parts, tuple(directions[name])) for name, parts in held.items() if parts}
+    result = {name: _predicted(name, parts, tuple(directions[name])) for name, parts in held.items() if parts}
     return dict(sorted(result.items(), key=lambda item: -item[1].tau if math.isfinite(item[1].tau) else math.inf))
 
 
@@ -160,13 +160,13 @@ def repeatability_line(cells: Sequence[Cell]) -> str:
     low = [name for name, one in tau.items() if one < LEAST_TAU]
     which = f"; in {', '.join(low)} it is below {LEAST_TAU}" if low else ""
     return (
-        f"Gains of half of the seeds foretell those of the others with τ = {sum(tau.values()) / len(tau):+.2f}{which}."
+        f"Gains of half of the seeds predict those of the others with τ = {sum(tau.values()) / len(tau):+.2f}{which}."
     )
 
 
-def study_table(result: Mapping[str, Foretold]) -> str:
+def study_table(result: Mapping[str, Prediction]) -> str:
     """What predicts, in one sentence, and the table."""
-    good = [name for name, foretold in result.items() if foretold.predicts]
+    good = [name for name, score in result.items() if score.predicts]
     head = ["score", "more is", "τ, held out", "95 %", "cells"]
     rows = []
     for name, f in result.items():
@@ -174,7 +174,7 @@ def study_table(result: Mapping[str, Foretold]) -> str:
         direction = "fitted" if not sides else "better" if sides == {1} else "worse" if sides == {-1} else "undecided"
         interval = "–" if math.isnan(f.low) else f"{f.low:+.2f} to {f.high:+.2f}"
         rows.append([visible(name), direction, "–" if math.isnan(f.tau) else f"{f.tau:+.2f}", interval, str(f.cells)])
-    said = f"{', '.join(good)} foretell" if len(good) > 1 else f"{good[0]} foretells" if good else "No score foretells"
+    said = f"{', '.join(good)} predict" if len(good) > 1 else f"{good[0]} predicts" if good else "No score predicts"
     first = f"{said} the gain of training on held-out families (τ ≥ {LEAST_TAU}, interval above 0)."
     return f"{first}\n\n{markdown_table(head, rows)}"
 
@@ -214,7 +214,7 @@ def _ridge(cells: Sequence[Cell], names: Sequence[str]) -> Floats:
     return weights
 
 
-def _foretold(name: str, parts: Sequence[tuple[Cell, Floats, Floats]], directions: tuple[int, ...]) -> Foretold:
+def _predicted(name: str, parts: Sequence[tuple[Cell, Floats, Floats]], directions: tuple[int, ...]) -> Prediction:
     rng = Stream("credit prediction", name).generator()
     families = sorted({cell.family for cell, _, _ in parts})
     total, count = np.zeros(DRAWS), np.zeros(DRAWS)
@@ -230,4 +230,4 @@ def _foretold(name: str, parts: Sequence[tuple[Cell, Floats, Floats]], direction
     low, high = (float(end) for end in np.quantile(means, (0.025, 0.975))) if len(means) else (math.nan, math.nan)
     known = [one for _, x, y in parts if math.isfinite(one := float(kendall(x, y)))]
     held = sum(known) / len(known) if known else math.nan
-    return Foretold(tau=held, low=low, high=high, directions=directions, cells=len(parts))
+    return Prediction(tau=held, low=low, high=high, directions=directions, cells=len(parts))

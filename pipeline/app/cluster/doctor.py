@@ -51,7 +51,7 @@ USES = {
     "plots": "curve.png, reports, pictures of comparisons",
     "tensorboard": "run.tensorboard.enabled",
     "wandb": "run.wandb.mode",
-    "tasks": "tools/task_rows, which writes the rows of two task families anew",
+    "tasks": "tools/task_rows, which writes the rows of two task families",
     "openenv": "environment.openenv",
     "verifiers": "environment.verifiers",
 }  # extra → what needs it; those for developers are left out

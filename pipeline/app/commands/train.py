@@ -233,7 +233,7 @@ def _finished(experiment: Experiment, run: RunDirectory, done: int) -> tuple[Out
     total = experiment.run.iterations
     print(
         f"{run.path}: finished already, {done} of {total} iterations; "
-        f"run.iterations={2 * done} trains on, another run.name begins anew",
+        f"run.iterations={2 * done} trains on, another run.name starts over",
         flush=True,
     )
     return Outcome("finished", done), _watch(experiment, run)

@@ -39,7 +39,7 @@ def state_of(runs: Sequence[Path]) -> str:
 
 
 class LivePage:
-    """The page of the runs in some folders, made anew when it is asked for after they have grown."""
+    """The page of the runs in some folders, made again when it is asked for after they have grown."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders

@@ -1,4 +1,4 @@
-"""The study of what foretells gains: τ by hand, planted scores, and the files that it reads."""
+"""The study of what predicts gains: τ by hand, planted scores, and the files that it reads."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def test_planted_scores_are_found():
     result = study(planted())
     assert result["good"].predicts
     assert result["good"].directions == (1, 1)
-    # The direction is fitted on the other half, so a score that is the wrong way round foretells as well.
+    # The direction is fitted on the other half, so a score that is the wrong way round predicts as well.
     assert result["reverse"].tau == 1
     assert result["reverse"].directions == (-1, -1)
     assert result[COMBINED].predicts
@@ -85,7 +85,7 @@ def test_the_direction_is_not_fitted_on_what_is_tested():
         for c in cells
     ]
     assert study(sides)["fickle"].tau == -1
-    assert study_table(study(sides)).startswith("No score foretells")
+    assert study_table(study(sides)).startswith("No score predicts")
 
 
 def test_how_well_gains_repeat_by_hand():

@@ -49,7 +49,7 @@ def test_many_easy_steps_do_not_pay():
 
 def test_tokens_of_one_update():
     # Chains that cannot fail are at their target from the first update on: 8 responses of 24 thoughts to each of 16
-    # problems; resets find no failure in 12 attempts, and sample the 4 suffixes anew.
+    # problems; resets find no failure in 12 attempts, and sample the 4 suffixes again.
     sound = chains({})
     assert tokens_to_target(sound, Method(), seeds=2).tolist() == [8 * 24 * 16] * 2
     assert tokens_to_target(sound, Method(split=parse_split("1x4", 8)), seeds=1).tolist() == [(12 + 4) * 24 * 16]

@@ -1,4 +1,4 @@
-"""Weights that servers get from a stream: all at once, without files, and anew after a fault."""
+"""Weights that servers get from a stream: all at once, without files, and again after a fault."""
 
 import threading
 import time
