@@ -151,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code: 2 for a user's mistake, which is printed, 130 for an interrupt."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A log shows a line when it is written, and whole: srun puts the rank in front of every piece that it reads.
-        sys.stdout.reconfigure(line_buffering=True)
+        # Where the locale has no "✓", a table has "?".
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
         complete({**COMMANDS, **added_commands()})
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]

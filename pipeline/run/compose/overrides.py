@@ -95,7 +95,7 @@ def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[st
         else:
             # "++" adds or replaces the key: the component, not the file, determines which settings exist.
             out.append(f"++{item.key}={_quoted(item.value)}")
-    paths = [f"file://{d}" for d in dirs if d != CONFIG_DIR]
+    paths = [_in_quotes(f"file://{d}") for d in dirs if d != CONFIG_DIR]
     return out + ([f"hydra.searchpath=[{','.join(paths)}]"] if paths else [])
 
 
@@ -103,6 +103,10 @@ def _quoted(value: str) -> str:
     """Returns the value in hydra's grammar; text with reserved characters, such as "=", gets quotes."""
     if _UNQUOTED.fullmatch(value) or value[0] in "'\"[{(" or "," in value or "${" in value or re.match(r"\w+\(", value):
         return value
+    return _in_quotes(value)
+
+
+def _in_quotes(value: str) -> str:
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
 
 
