@@ -207,7 +207,8 @@ def _elsewhere(problem: str, name: str, use: str, settings: Any) -> str:
                 component: Any = load_class(other)
                 if key in {f.name for f in dataclasses.fields(component.Config)}:
                     owners.append(other)
-    return f" {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it." if owners else ""
+    has = "has" if len(owners) == 1 else "have"
+    return f" {' and '.join(owners)} {has} it; choose it with {name}.use={owners[0]}." if owners else ""
 
 
 def _parse_wires(name: str, inputs: Any, problems: list[str]) -> dict[str, list[Wire]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from creditgraph.pipeline.core.encoding import Encoded, decode
 from creditgraph.pipeline.core.errors import RunError
-from creditgraph.pipeline.run.run_directory import sync_directory, writing
+from creditgraph.pipeline.run.run_directory import make_folder, sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
 
@@ -80,8 +80,7 @@ class Checkpoints:
     def __init__(self, path: Path, keep: int = 2) -> None:
         self.path = path
         self.keep = keep
-        with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
 
     def clean(self) -> None:
         """Removes the remains of an interrupted write; the caller holds the run's lock."""

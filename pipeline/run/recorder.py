@@ -22,7 +22,7 @@ from creditgraph.pipeline.run import packing
 from creditgraph.pipeline.run.checkpoint import checksum
 from creditgraph.pipeline.run.metrics import JsonLines
 from creditgraph.pipeline.run.recording import record_problem, recorded_sums, removed_records, write_payload
-from creditgraph.pipeline.run.run_directory import CHECKSUMS, write_aside, writing
+from creditgraph.pipeline.run.run_directory import CHECKSUMS, make_folder, write_aside
 from creditgraph.pipeline.run.timeline.spans import BRIEF
 
 logger = logging.getLogger("creditgraph")
@@ -211,8 +211,7 @@ class Recorder:
 
     def _write(self, name: str, iteration: int, value: Any) -> None:
         path = self._path / name / f"{iteration:06d}.parquet"
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with self._trace.span(name, "recording", iteration):
             if isinstance(value, Handle | Weights):
                 version = getattr(value, "version", None)

@@ -68,6 +68,12 @@ def writing(path: Path, option: str = "run.root=PATH") -> Iterator[None]:
         raise RunError(f"{path}: cannot be written ({what}): {step}.") from error
 
 
+def make_folder(path: Path, option: str = "run.root=PATH") -> None:
+    """Makes a folder and those above it; `option` as in `writing`."""
+    with writing(path, option):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 def sync_directory(path: Path) -> None:
     """Makes renames and new files in `path` durable."""
     # A rename is durable only when the folder that holds the name is.

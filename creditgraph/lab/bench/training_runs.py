@@ -16,6 +16,7 @@ from creditgraph.lab.bench.curves import Curve, next_iterations, read_curve
 from creditgraph.lab.bench.methods import Method
 from creditgraph.pipeline.app.progress import ACCURACY
 from creditgraph.pipeline.run.metrics import read_metrics
+from creditgraph.pipeline.run.run_directory import make_folder
 
 MAX_ROUNDS = 6  # a run that needs more rounds samples next to nothing per iteration, and would never end
 MOST = 3.0  # times its budget: a run that has sampled so much without its steps has stalled, all of its groups silent
@@ -159,7 +160,7 @@ def train_all(
 
     Seed by seed, so that methods keep pace; `launch` and `say` as in `train_one`.
     """
-    (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
+    make_folder(plan.folder / "logs", "--output DIR")
     failed: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         running = {

@@ -8,13 +8,13 @@ result.json and compare.png. docs/lab.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 from creditgraph.pipeline.app.arguments import add_config_dir, add_output, add_settings
 from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.run.run_directory import write_aside, write_json
 
 SUMMARY = "Train methods at equal sampled tokens and test which learn faster than GRPO."
 
@@ -75,10 +75,9 @@ def main(options: argparse.Namespace) -> int:
     rows, threshold = analyse(curves, options.tokens, options.threshold)
     notes = [f"Failed: {name} ({problem})." for name, problem in failed.items()]
     text = "\n".join([table(rows, options.tokens, threshold), *notes])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(text + "\n")
+    write_aside(folder / "table.md", text + "\n")
     result = {"settings": vars(options), "threshold": threshold, "methods": as_json(rows, curves), "failed": failed}
-    (folder / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n")
+    write_json(folder / "result.json", plain(result))
     draw(curves, options.tokens, threshold, folder / "compare.png")
     print(f"{text}\n\n{time.monotonic() - started:.0f} s; wrote {folder}/{{table.md,result.json,compare.png}}")
     return 1 if failed else 0

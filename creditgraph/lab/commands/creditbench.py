@@ -7,13 +7,13 @@ columns.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 from creditgraph.pipeline.app.arguments import add_config_dir, add_output, add_settings, add_trust
 from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.run.run_directory import make_folder, write_aside, write_json
 
 SUMMARY = "Compare the credit of methods with true values, per thought or turn."
 
@@ -105,14 +105,14 @@ def main(options: argparse.Namespace) -> int:
         overrides=tuple(options.set),
         config_dirs=tuple(options.config_dir),
     )
+    make_folder(options.output, "--output DIR")  # what cannot be written shows before anything is measured
     bench = CreditBench(methods, options.seeds, settings, lambda text: print(text, file=sys.stderr, flush=True))
     result = bench.measure()
     seconds = time.monotonic() - started
-    options.output.mkdir(parents=True, exist_ok=True)
     text = table(result)
-    (options.output / "table.md").write_text(text + "\n")
+    write_aside(options.output / "table.md", text + "\n")
     result = {"settings": vars(options), "seconds": seconds, **result}
-    (options.output / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n")
+    write_json(options.output / "result.json", plain(result))
     draw(result, options.output / "creditbench.png")
     print(f"{text}\n\n{seconds:.0f} s; wrote {options.output}/{{table.md,result.json,creditbench.png}}")
     return 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from creditgraph.pipeline.app.arguments import add_output
 from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
+from creditgraph.pipeline.run.run_directory import make_folder, write_aside
 
 if TYPE_CHECKING:
     from creditgraph.lab.localization.labels import Labels
@@ -96,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
         for note in [*run.notes, *(labels.notes if labels else ())]:
             print(f"note: {visible(note)}")
         print(tables(result))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--output DIR")
     draw(result, folder / f"localization.{options.format}")
     if labels is not None:
         _write(folder / "failures.jsonl", failures, labels.step)
@@ -165,7 +166,7 @@ def _labels(options: argparse.Namespace, failures: Sequence[Failure], folder: Pa
     labels = oracle_labels(failures)
     if labels is None:
         file = folder / "failures.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "--output DIR")
         _write(file, failures, {})
         raise DataError(
             f"{options.run}: the true first errors of this task are not known. Give --judge URL --judge-model NAME, "
@@ -191,4 +192,4 @@ def _write(file: Path, failures: Sequence[Failure], first_error: dict[int, int])
         }
         for f in failures
     ]
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_aside(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output DIR")

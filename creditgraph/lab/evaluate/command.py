@@ -23,7 +23,7 @@ from creditgraph.lab.evaluate.suite import Suite, load_suite
 from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError
 from creditgraph.pipeline.run.compose.choices import search_dirs
-from creditgraph.pipeline.run.run_directory import locked, write_json, writing
+from creditgraph.pipeline.run.run_directory import locked, make_folder, write_json
 
 CONTAMINATION = "_contamination.json"
 
@@ -212,7 +212,6 @@ def open_subjects(request: Request, dirs: Sequence[Path]) -> list[Subject]:
 def _locked(subject: Subject, suite: Suite, label: str) -> Iterator[Path]:
     """The folder of an evaluation, for one process at a time."""
     folder = subject.folder / "eval" / suite.name / (subject.checkpoint.name + (f"-{label}" if label else ""))
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder / "lock", "use label=NAME"):
         yield folder

@@ -20,10 +20,10 @@ from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.run.run_directory import (
     differences,
     listed_changes,
+    make_folder,
     replacing,
     sync_directory,
     write_json,
-    writing,
 )
 
 FORMAT = 1
@@ -116,8 +116,7 @@ class ItemStore:
         if note.exists():
             self._compare(note)
             return
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_json(note, {"format": FORMAT, "chunk_rows": chunk_rows, "made_with": self.made_with})
 
     def _compare(self, note: Path) -> None:

@@ -22,6 +22,7 @@ from creditgraph.lab.localization.labels import Labels
 from creditgraph.lab.localization.records import Failure
 from creditgraph.pipeline.core.errors import ConfigError, RunError, extra
 from creditgraph.pipeline.run.metrics import read_lines
+from creditgraph.pipeline.run.run_directory import make_folder
 
 KEY = "OPENAI_API_KEY"  # environment variable
 GIVE_UP = 16  # failed requests in a row
@@ -195,7 +196,7 @@ def _answer(client: Client, settings: JudgeSettings, failure: Failure) -> tuple[
 
 def _append(file: Path, row: dict[str, str]) -> None:
     """Adds a line; a last one that was cut off is ended first, so that only it is lost."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent, "--output DIR")
     with file.open("ab+") as lines:
         size = lines.seek(0, os.SEEK_END)
         lines.seek(max(size - 1, 0))

@@ -31,7 +31,7 @@ from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.sockets import Node
 from creditgraph.pipeline.run.compose.experiment import Experiment
 from creditgraph.pipeline.run.distributed.network import address_of
-from creditgraph.pipeline.run.run_directory import writing
+from creditgraph.pipeline.run.run_directory import make_folder, writing
 from creditgraph.pipeline.run.run_settings import resolve_device
 
 SERVERS = "servers"  # folder of a run directory
@@ -94,8 +94,7 @@ class EngineServer:
         self._listed = False
         node = served_engine(experiment.graph, "serve")
         folder = folder_of(self._run, self._attempt) / str(index)
-        with writing(folder):
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "logs")
         settings: Any = node.config
         host = server_address()
         part = meet(nodes, host, folder, settings.pool.start_seconds) if nodes > 1 else None

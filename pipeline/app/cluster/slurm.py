@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from creditgraph.pipeline.run.run_directory import check_run, locked, write_json, writing
+from creditgraph.pipeline.run.run_directory import check_run, locked, make_folder, write_json
 
 # "job" trains, "eval" evaluates. Each has a separate script, log, note and final message in the run directory.
 Kind = Literal["job", "eval"]
@@ -185,8 +185,7 @@ def submitting(run: Path, kind: Kind = "job") -> Iterator[None]:
     Raises:
         RunError: one of its jobs is pending or running, or another `submit` holds it.
     """
-    with writing(run):
-        run.mkdir(parents=True, exist_ok=True)
+    make_folder(run)
     # Two `submit` at once would both see no job.
     with locked(run / "submit.lock", "choose another run.name"):
         jobs = Note.read(run, kind).jobs if (run / NOTES[kind]).exists() else []

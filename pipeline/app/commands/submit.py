@@ -18,7 +18,7 @@ from creditgraph.pipeline.app.sweep import check_distinct, combinations
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
-from creditgraph.pipeline.run.run_directory import check_run, write_aside, writing
+from creditgraph.pipeline.run.run_directory import check_run, make_folder, write_aside, writing
 
 SUMMARY = "Check a recipe, render its SLURM job and submit it."
 
@@ -190,8 +190,7 @@ def submit_one(job: Job, cluster: Cluster, name: str, command: str) -> None:
 def submit_array(jobs: Sequence[Job], cluster: Cluster, name: str, command: str) -> None:
     """Submits several scripts to SLURM as one array."""
     folder = jobs[0].run.parent / ".arrays"
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     title = f"{jobs[0].title} and {len(jobs) - 1} more"
     script = folder / f"{jobs[0].run.name}-{len(jobs)}.sh"
     write_aside(script, render_array(title, jobs, cluster, folder))

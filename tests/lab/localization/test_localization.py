@@ -44,6 +44,13 @@ def test_tables_and_figure(make_run, localization, tmp_path):
     assert "<svg" in (tmp_path / "out" / "localization.svg").read_text()
 
 
+def test_a_folder_that_cannot_be_made(make_run, localization, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, error = localization(make_run(RESETS), "-o", tmp_path / "file" / "out")
+    assert code == 2
+    assert f"{tmp_path}/file/out: cannot be written (Not a directory)" in error
+
+
 def test_labels_are_filled_into_the_file_that_the_command_writes(make_run, localization):
     run = make_run(RESETS, oracle=False)
     code, _, error = localization(run)

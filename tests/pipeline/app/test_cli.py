@@ -162,6 +162,13 @@ def test_light_commands_do_not_import_torch(command: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_locale_without_unicode_gets_question_marks() -> None:
+    code = "from creditgraph.pipeline.app.cli import main; main(['--help'])"
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=ascii_only, check=True)
+    assert b"first steps:" in done.stdout and b"?" in done.stdout
+
+
 def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listing = capsys.readouterr().out

@@ -28,6 +28,15 @@ def test_a_name_may_have_characters_of_the_override_grammar(name):
     assert compose(["recipe=toy_grpo", f"run.name={name}"])["run"]["name"] == name
 
 
+@pytest.mark.parametrize("folder", ["a b", "ünï", "q'uote", "a=1,2]", "br{a}$x", "100%20#"])
+def test_a_folder_of_configs_may_have_characters_of_the_override_grammar(folder, tmp_path):
+    (tmp_path / folder / "recipe").mkdir(parents=True)
+    (tmp_path / folder / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - toy_grpo\n  - _self_\nrun: {seed: 7}\n"
+    )
+    assert compose(["recipe=mine"], [tmp_path / folder])["run"]["seed"] == 7
+
+
 VALUES = [
     ("[1,2]", [1, 2]),
     ("'1,2'", "1,2"),
