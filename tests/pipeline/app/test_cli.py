@@ -166,7 +166,8 @@ def test_a_locale_without_unicode_gets_question_marks() -> None:
     code = "from creditgraph.pipeline.app.cli import main; main(['--help'])"
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=ascii_only, check=True)
-    assert b"first steps:" in done.stdout and b"?" in done.stdout
+    assert b"first steps:" in done.stdout
+    assert b"?" in done.stdout
 
 
 def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) -> None:
