@@ -221,19 +221,31 @@ class CreditGraph:
         if self._reads_text() and not any(s.startswith("model") for s in settings):
             raise ConfigError(f"{place}: it reads texts; give the folder or hub name of the tokenizer, model.path=….")
 
-    def _check_rollouts(self, rollouts: Rollouts) -> None:
+    def check_given(self, *, tokens: bool = True, values: bool) -> None:
+        """Checks that a trainer gives what the graph reads, before it samples anything.
+
+        Args:
+            tokens, values: whether `Rollouts` will have them.
+
+        Raises:
+            ConfigError: the graph reads texts or a critic's values, which the trainer does not give.
+        """
         place = f"graph '{self.name}'"
-        if self._reads_text() and rollouts.tokens is None:
-            raise DataError(
+        if self._reads_text() and not tokens:
+            raise ConfigError(
                 f"{place}: it reads texts, but the trainer's hook passes no token ids; see Rollouts.tokens."
             )
+        if not values and any(self._graph[w.source].use == CRITIC for w in self._wires()):
+            raise ConfigError(f"{place}: it reads values, but the trainer gives none; see Rollouts.values.")
+
+    def _check_rollouts(self, rollouts: Rollouts) -> None:
+        place = f"graph '{self.name}'"
+        self.check_given(tokens=rollouts.tokens is not None, values=rollouts.values is not None)
         if self._reads_text() and not self.turns and len(torch.unique(rollouts.first)) < len(rollouts):
             raise DataError(
                 f"{place}: it reads texts, and the steps of an episode have none in one piece. Give each response as "
                 "one row, or choose a graph of turns."
             )
-        if rollouts.values is None and any(self._graph[w.source].use == CRITIC for w in self._wires()):
-            raise DataError(f"{place}: it reads values, but the trainer gave none; see Rollouts.values.")
 
     def _running_nodes(self) -> list[Node]:
         return [self._graph[name] for name in self.nodes]

@@ -33,6 +33,7 @@ class Estimator:
         if not graph:
             raise ConfigError("NeMo-RL: no graph is chosen; set grpo.adv_estimator.graph, to grpo or another graph.")
         self.credit = CreditGraph(graph, *settings_of(getattr(estimator_config, "overrides", None)))
+        self.credit.check_given(values=False)
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Any, **given: Any

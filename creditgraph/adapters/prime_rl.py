@@ -42,6 +42,7 @@ def algorithm(graph: str, *overrides: str) -> type:
     from prime_rl.orchestrator.algo.routing import assign_advantages
 
     credit = CreditGraph(graph, *overrides)
+    credit.check_given(values=False)
 
     class GraphAlgorithm(Algorithm):  # type: ignore[misc]  # its base is Any without prime-rl
         async def score_group(self, episodes: list[Any]) -> None:

@@ -216,6 +216,7 @@ def register(graph: str, *overrides: str, objective: bool = False) -> type[Credi
             "advantages elsewhere. Train with `swift rlhf`, or with creditgraph's own learner.megatron."
         )
     CreditGRPOTrainer.credit = CreditGraph(graph, *overrides)
+    CreditGRPOTrainer.credit.check_given(values=False)
     CreditGRPOTrainer.credit_objective = CreditGRPOTrainer.credit.objective if objective else None
     if CreditGRPOTrainer.credit_objective is not None:
         check_by_steps(CreditGRPOTrainer.credit_objective, f"graph '{graph}'")

@@ -65,6 +65,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> None:
         check_version("trl", TESTED)
         self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
+        self.credit.check_given(values=False)
         self.credit_objective = self.credit.objective if objective else None
         if self.credit_objective is not None:
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")

@@ -146,7 +146,7 @@ def test_steps_that_are_apart_or_of_two_groups_or_read_as_texts_are_refused():
     with pytest.raises(DataError, match=r"2 entries in episode, but 3 rows"):
         Rollouts(**given, group=[0, 1, 1], episode=[5, 5])
     graph = CreditGraph("rredcot", "model.path=anything", policy=object())
-    with pytest.raises(DataError, match="the trainer's hook passes no token ids"):  # what slime gives is not refused
+    with pytest.raises(ConfigError, match="the trainer's hook passes no token ids"):  # what slime gives is not refused
         graph(Rollouts(**given, group=[0, 0, 0], episode=[5, 6, 7]))
     graph._check_rollouts(Rollouts(**given, group=[0, 0, 0], episode=[5, 6, 7], tokens=torch.ones(3, 2)))
     with pytest.raises(DataError, match=r"the steps of an episode have none in one piece"):
@@ -186,7 +186,7 @@ def test_token_gae_reads_the_trainers_values_and_skips_what_tools_wrote():
             running = nxt - float(batch.values[i, t]) + (0.0 if after is None else 0.7 * running)
             expected[i, t], after = running, t
     torch.testing.assert_close(graph(batch), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(DataError, match=r"it reads values, but the trainer gave none; see Rollouts.values"):
+    with pytest.raises(ConfigError, match=r"it reads values, but the trainer gives none; see Rollouts.values"):
         graph(rollouts())
 
 

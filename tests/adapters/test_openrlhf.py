@@ -127,7 +127,7 @@ def test_ray_brings_the_graph_into_workers(found):
 def test_what_cannot_run_there_says_so(found):
     assert "put CREDITGRAPH_GRAPH" in found["no graph"]
     assert "expected one sampler of independent responses" in found["srpo"]
-    assert "it reads values, but the trainer gave none" in found["ppo"]
+    assert "it reads values, but the trainer gives none" in found["ppo"]
     assert "CREDITGRAPH_LOSS is 'yes'; expected true or false" in found["neither true nor false"]
     assert "its loss needs entropies" in found["loss of s_trace tokens"]
     assert "no part for actor.dual_clip" in found["dual clip"]
