@@ -77,6 +77,7 @@ def serve() -> None:
     """Reads [arguments, log] from each line of standard input, and writes the exit code of each."""
     # Ctrl-C in a terminal reaches the run too, which then saves its state: this process waits until it has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load()
     for line in sys.stdin:
         arguments, log = json.loads(line)
         child = os.fork()
@@ -110,5 +111,4 @@ def _command(arguments: list[str], log: str) -> int:
 
 
 if __name__ == "__main__":
-    load()
     serve()
