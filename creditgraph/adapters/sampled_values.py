@@ -197,10 +197,12 @@ class ValueSampler:
         keys = torch.tensor([key_of(*state) >> 2 for state in plan.states], dtype=torch.int64)
         seeds = dict(zip(plan.states, (stream.seeds(keys) >> 32).tolist(), strict=True))
         headers = {"Authorization": f"Bearer {s.key}"} if s.key else {}
-        with closing(Client(f"requests to {s.url}", headers, s.concurrency)) as client:
-            ask = self._asker(client, plan, seeds)
-            with ThreadPoolExecutor(s.concurrency) as pool:
-                replies = dict(zip(plan.states, pool.map(ask, plan.states), strict=True))
+        # After a failure or Ctrl-C the client closes first, and ends the requests that the pool would wait for.
+        with (
+            ThreadPoolExecutor(s.concurrency) as pool,
+            closing(Client(f"requests to {s.url}", headers, s.concurrency)) as client,
+        ):
+            replies = dict(zip(plan.states, pool.map(self._asker(client, plan, seeds), plan.states), strict=True))
         texts = {state: reply[0] for state, reply in replies.items()}
         outcome, invalid = self._outcomes(verifier, plan, texts)
         counted = [reply[1] for reply in replies.values()]

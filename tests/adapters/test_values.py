@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -111,6 +113,38 @@ def test_other_boundaries_functions_and_texts(run, server, tmp_path):
     assert sampled.tokens > 0
     with ValueSampler(run, Settings(url=f"{server.url}/v1", model="tiny", segmenter="newline")) as sampler:
         assert sampler.plan().cost(4)[0] == 1  # no line ends, and all rows have one prompt
+
+
+def test_a_refused_request_ends_those_that_are_out(run):
+    others, failed, ended = threading.Event(), threading.Event(), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if body["prompt"] == first:
+                others.wait(60)
+                self.send_error(400, "no such model")
+            else:
+                others.set()
+                ended.append(failed.wait(60))
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as slow:
+        slow.daemon_threads = False  # the end of the block waits for them
+        threading.Thread(target=slow.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{slow.server_port}/v1"
+        settings = Settings(url=url, model="none", rollouts=2, rows=2, verifier="verifier.exact")
+        with ValueSampler(run, settings) as sampler:
+            plan = sampler.plan()
+            first = list(next(iter(plan.states)))
+            with pytest.raises(RunError, match="HTTP 400"):
+                sampler.sample(plan)
+        failed.set()
+        slow.shutdown()
+    assert ended
+    assert all(ended), "requests without a reply kept the command waiting"
 
 
 def test_mistakes_end_in_a_sentence(run, server):
