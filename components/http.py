@@ -165,7 +165,11 @@ class Server:
         size = self.settings.batch
         batches = [items[i : i + size] for i in range(0, len(items), size)]
         with ThreadPoolExecutor(max_workers=self.settings.concurrency) as pool:
-            return [result for batch in pool.map(self._request, batches) for result in batch]
+            try:
+                return [result for batch in pool.map(self._request, batches) for result in batch]
+            except KeyboardInterrupt:
+                self.close()  # ends the requests that the pool would wait for
+                raise
 
     def _request(self, items: list[Any]) -> list[tuple[Any, str]]:
         s = self.settings

@@ -1,12 +1,13 @@
-"""Requests in flight when the client closes."""
+"""Requests in flight when the client closes, or the process is interrupted."""
 
+import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from creditgraph.components.http import Client
+from creditgraph.components.http import Client, Server, ServerSettings
 
 
 @pytest.fixture
@@ -51,3 +52,20 @@ def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent):
         assert came.wait(30)
         client.close()
         assert asked.result(30) == (None, f"{url}: the connections were closed before its reply")
+
+
+def test_an_interrupt_does_not_wait_for_replies(silent):
+    url, came = silent
+    server = Server(url, ServerSettings(seconds=600))
+
+    def interrupt():
+        came.wait(30)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            server.results([1])
+    finally:
+        signal.signal(signal.SIGINT, before)
