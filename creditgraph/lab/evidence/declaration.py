@@ -116,7 +116,9 @@ class Cell:
     sweep_seeds: tuple[int, ...] = (100, 101, 102, 103)
     """random seeds of the sweep, which no result uses"""
     seeds: int = 8
-    """fresh random seeds, from 0"""
+    """fresh random seeds"""
+    first_seed: int = 0
+    """the first of them: a cell that measures a claim again with more seeds takes none that a result has used"""
     seconds: float = 30.0
     """processor seconds of a run, for the estimate"""
     withdrawn: str = ""
@@ -124,7 +126,7 @@ class Cell:
     once, no page shows them any more, and the cell is measured again only when it is named"""
 
     def __post_init__(self) -> None:
-        if len(set(self.rates)) < 2 or not set(self.sweep_seeds).isdisjoint(range(self.seeds)) or self.seeds < 2:
+        if len(set(self.rates)) < 2 or not set(self.sweep_seeds).isdisjoint(self.fresh) or self.seeds < 2:
             raise ValueError("expected two rates or more, two seeds or more, and none of them in sweep_seeds.")
         if self.select == "steps" and not self.steps:
             raise ValueError("select: expected steps above 0 with 'steps', because runs are to be compared at as many.")
@@ -132,6 +134,11 @@ class Cell:
             known = [n for n, e in self.methods.items() if not e.baseline]
             if entry.baseline and entry.baseline not in known:
                 raise ValueError(f"methods.{name}.baseline: expected one of {', '.join(known)}, got {entry.baseline}.")
+
+    @property
+    def fresh(self) -> range:
+        """The random seeds of results."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     def baseline_of(self, name: str) -> str:
         """The method that a method is compared with; the cell's first one for another baseline, "" for the first."""
@@ -148,6 +155,8 @@ class Cell:
         del values["family"]["title"]
         if not family.warm_start:
             del values["family"]["warm_start"]
+        if not self.first_seed:
+            del values["first_seed"]
         for entry in values["methods"].values():
             del entry["seconds"], entry["baseline"], entry["knows_errors"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -113,8 +113,8 @@ class Lab:
         }
         plan = self.plan(name, sweep=False)
         frozen = {m: rated(m, cell, points[m], plan.overrides) for m in cell.methods}
-        failed |= self.train(plan, list(frozen.values()), range(cell.seeds))
-        curves = {n: {s: plan.curve(m, s) for s in range(cell.seeds)} for n, m in frozen.items()}
+        failed |= self.train(plan, list(frozen.values()), cell.fresh)
+        curves = {n: {s: plan.curve(m, s) for s in cell.fresh} for n, m in frozen.items()}
         finished = {n: {s: c for s, c in by.items() if plan.is_finished(c)} for n, by in curves.items()}
         entry = summary(cell, finished, wanted_pairs(self.declaration, name))
         for method, row in entry["methods"].items():
@@ -125,7 +125,7 @@ class Lab:
         if self.known(name):
             head["sweep_commit"] = self.kept[name]["commit"]
         head["claims"] = committed_claims(name)
-        warned = {n: said for n, method in frozen.items() if (said := plan.warning(method, range(cell.seeds)))}
+        warned = {n: said for n, method in frozen.items() if (said := plan.warning(method, cell.fresh))}
         return {**head, **entry, "failed": failed, **({"warned": warned} if warned else {})}
 
     def progress(self, name: str) -> dict[str, Any]:

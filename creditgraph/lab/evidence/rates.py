@@ -18,8 +18,8 @@ DRAWS = 4096
 def rate_variance(row: Mapping[str, Any], sweep_seeds: int) -> float:
     """Variance of a method's accuracy because another sweep would have chosen another point.
 
-    The sweep's seeds are resampled in all n^n ways; each way chooses its best point, which counts with its mean over
-    all seeds. Results that kept only the means of their sweep have the spread of their fresh seeds in place of the
+    The sweep's seeds are resampled in all n^n ways, or in 4,096 drawn ones of more; each way chooses its best point,
+    which counts with its mean over all seeds. Results that kept only the means of their sweep have the spread of their fresh seeds in place of the
     sweep's, and normal draws in place of resamples.
 
     Args:
@@ -38,11 +38,17 @@ def rate_variance(row: Mapping[str, Any], sweep_seeds: int) -> float:
 def resampled_means(values: Sequence[Sequence[float]]) -> Floats:
     """Means of every resample of the n columns of [points][n], with replacement: float64 [n^n, points].
 
+    Of more than 4,096 ways as many are drawn.
+
     >>> resampled_means([[0.0, 1.0]]).ravel().tolist()
     [0.0, 0.5, 0.5, 1.0]
     """
     table = np.array(values, np.float64)
-    ways = np.array(list(product(range(table.shape[1]), repeat=table.shape[1])))
+    n = table.shape[1]
+    if n**n <= DRAWS:
+        ways = np.array(list(product(range(n), repeat=n)))
+    else:
+        ways = Stream("sweep", 0).generator().integers(n, size=(DRAWS, n))
     means: Floats = table[:, ways].mean(-1).T
     return means
 

@@ -71,7 +71,7 @@ def trial(
     """A declaration with a cell for each family: the method and its baseline, no claims.
 
     In short those of `declaration.recipe`, with the controls. In full, budget, rates and seeds are those of the
-    family's cell with the fewest tokens whose first method is GRPO as shipped, over turns or not.
+    family's cell with the fewest tokens and seeds whose first method is GRPO as shipped, over turns or not.
     """
     if (method.recipe, method.overrides) == (against.recipe, against.overrides):
         raise ConfigError(f"{method.name} is its own baseline; name another recipe, or another with --against.")
@@ -82,7 +82,7 @@ def trial(
             if next(iter(cell.methods.values())).recipe == plain:
                 cells[name] = _with_controls(cell, method, against)
         return replace(declaration, cells=cells, claims={}, quick={}, recipe={})
-    for name, cell in sorted(declaration.cells.items(), key=lambda item: item[1].tokens):
+    for name, cell in sorted(declaration.cells.items(), key=lambda item: (item[1].tokens, item[1].seeds)):
         first = next(iter(cell.methods.values()))
         known = {c.family for c in cells.values()}
         if declaration.families[cell.family].warm_start:

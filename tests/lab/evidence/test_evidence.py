@@ -207,11 +207,24 @@ def test_a_known_rate_is_not_swept(tmp_path):
     assert not [run for run in runs.trained if run.startswith("grpo-") and "-s10" in run]
 
 
+def test_a_cell_that_is_measured_again_takes_seeds_of_its_own(tmp_path):
+    declaration = declared(first_seed=50)
+    row = Lab(declaration=declaration, folder=tmp_path, train=Runs()).measure("small")["methods"]["good"]
+    assert row["seeds"] == [50, 51, 52]
+    assert declaration.digest("small") != declared().digest("small")
+    with pytest.raises(ValueError, match="none of them in sweep_seeds"):
+        dataclasses.replace(declaration.cells["small"], sweep_seeds=(52,))
+
+
 def test_noise_of_a_sweep_by_hand():
     # Two seeds: 4 resamples (00, 01, 10, 11) have means a: 0, .5, .5, 1 and b: .4, .4, .4, .4, so that b is chosen
     # once and a three times. Over all seeds a has .5 and b .4: variance of (.4, .5, .5, .5) is 3/4 · 1/4 · .01.
     row = {"tried": {"1e-4": [0.0, 1.0], "3e-4": [0.4, 0.4]}, "accuracy": [0.5, 0.5]}
     assert rate_variance(row, 2) == pytest.approx(0.001875)
+    # Twelve seeds, of which 4,096 resamples are drawn: b of mean .4 is chosen where fewer than five of twelve draws
+    # of a, half of whose seeds have 1, are 1. That is Binomial(12, 1/2) ≤ 4, so q = 794/4096 (at 4/12 a is lower).
+    row = {"tried": {"1e-4": [0.0, 1.0] * 6, "3e-4": [0.4] * 12}, "accuracy": [0.5, 0.5]}
+    assert rate_variance(row, 12) == pytest.approx(794 / 4096 * (1 - 794 / 4096) * 0.01, rel=0.05)
     # Kept means: the fresh seeds deviate by .2, so that of four sweep seeds by .1, and b − a = −.1 is exceeded by
     # normal noise of .1·√2 with probability .24: variance .24 · .76 · .01.
     row = {"tried": {"1e-4": 0.5, "3e-4": 0.4}, "accuracy": [0.3, 0.7, 0.5]}
