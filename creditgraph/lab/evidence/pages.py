@@ -207,10 +207,10 @@ def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str,
     }
 
 
-def readme_block(results: Results, most: int = 3) -> str:
+def readme_block(results: Results) -> str:
     """The README: how many claims held, and what methods gained over families, in a few lines."""
     lines = [f"- {_count(results.verdicts())}"]
-    for row in [row for row in across_families(results) if not row.knows_errors][:most]:
+    for row in [row for row in across_families(results) if not row.knows_errors]:
         ahead = sum(gain > 0 for gain in row.gains.values())
         lines.append(
             f"- `{row.method}` has a higher accuracy than `{row.baseline}` in {ahead} of {len(row.gains)} task "

@@ -19,8 +19,8 @@ def rate_variance(row: Mapping[str, Any], sweep_seeds: int) -> float:
     """Variance of a method's accuracy because another sweep would have chosen another point.
 
     The sweep's seeds are resampled in all n^n ways, or in 4,096 drawn ones of more; each way chooses its best point,
-    which counts with its mean over all seeds. Results that kept only the means of their sweep have the spread of their fresh seeds in place of the
-    sweep's, and normal draws in place of resamples.
+    which counts with its mean over all seeds. Results that kept only the means of their sweep have the spread of their
+    fresh seeds in place of the sweep's, and normal draws in place of resamples.
 
     Args:
         row: a method of results.json: `tried` is point → accuracy by sweep seed, or their mean.
