@@ -109,9 +109,9 @@ def write_aside(path: Path, text: str, option: str = "run.root=PATH") -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all."""
-    write_aside(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, option: str = "run.root=PATH") -> None:
+    """Writes a JSON file whole or not at all; `option` as in `writing`."""
+    write_aside(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", option)
 
 
 def check_run(path: Path) -> None:

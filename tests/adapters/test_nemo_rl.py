@@ -73,6 +73,11 @@ def test_without_messages_only_the_state_of_the_first_turn_is_known(batch):
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
 
 
+def test_a_graph_that_reads_values_is_refused_when_it_is_chosen():
+    with pytest.raises(ConfigError, match="graph 'ppo': it reads values, but the trainer gives none"):
+        estimator("ppo")
+
+
 def test_without_a_graph_it_says_what_to_set():
     with pytest.raises(ConfigError, match=r"set grpo\.adv_estimator\.graph"):
         Estimator(SimpleNamespace(name="grpo"))

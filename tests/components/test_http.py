@@ -56,7 +56,7 @@ def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent):
 
 def test_an_interrupt_does_not_wait_for_replies(silent):
     url, came = silent
-    server = Server(url, ServerSettings(seconds=600))
+    server = Server(url, ServerSettings(seconds=5, retries=0))
 
     def interrupt():
         came.wait(30)
@@ -69,3 +69,4 @@ def test_an_interrupt_does_not_wait_for_replies(silent):
             server.results([1])
     finally:
         signal.signal(signal.SIGINT, before)
+    assert server.results([1]) == [(None, f"{url}: the connections were closed before its reply")]

@@ -75,9 +75,9 @@ def main(options: argparse.Namespace) -> int:
     rows, threshold = analyse(curves, options.tokens, options.threshold)
     notes = [f"Failed: {name} ({problem})." for name, problem in failed.items()]
     text = "\n".join([table(rows, options.tokens, threshold), *notes])
-    write_aside(folder / "table.md", text + "\n")
+    write_aside(folder / "table.md", text + "\n", "--output DIR")
     result = {"settings": vars(options), "threshold": threshold, "methods": as_json(rows, curves), "failed": failed}
-    write_json(folder / "result.json", plain(result))
+    write_json(folder / "result.json", plain(result), "--output DIR")
     draw(curves, options.tokens, threshold, folder / "compare.png")
     print(f"{text}\n\n{time.monotonic() - started:.0f} s; wrote {folder}/{{table.md,result.json,compare.png}}")
     return 1 if failed else 0

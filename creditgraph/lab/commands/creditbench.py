@@ -110,9 +110,9 @@ def main(options: argparse.Namespace) -> int:
     result = bench.measure()
     seconds = time.monotonic() - started
     text = table(result)
-    write_aside(options.output / "table.md", text + "\n")
+    write_aside(options.output / "table.md", text + "\n", "--output DIR")
     result = {"settings": vars(options), "seconds": seconds, **result}
-    write_json(options.output / "result.json", plain(result))
+    write_json(options.output / "result.json", plain(result), "--output DIR")
     draw(result, options.output / "creditbench.png")
     print(f"{text}\n\n{seconds:.0f} s; wrote {options.output}/{{table.md,result.json,creditbench.png}}")
     return 0

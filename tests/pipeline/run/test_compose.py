@@ -37,6 +37,14 @@ def test_a_folder_of_configs_may_have_characters_of_the_override_grammar(folder,
     assert compose(["recipe=mine"], [tmp_path / folder])["run"]["seed"] == 7
 
 
+def test_an_unknown_setting_names_the_component_that_has_it():
+    own = compose(["recipe=toy_grpo", "verifier.function=mine.py:right"])
+    with pytest.raises(
+        GraphError, match=r"verifier\.function has it; choose it with verifier\.use=verifier\.function\."
+    ):
+        build_experiment(own)
+
+
 VALUES = [
     ("[1,2]", [1, 2]),
     ("'1,2'", "1,2"),
