@@ -236,10 +236,12 @@ def _turn_rewards(rollouts: Rollouts, spans: Spans, first: Tensor, last: Tensor)
 
 
 def _states(rollouts: Rollouts, spans: Spans) -> list[str]:
-    """What the policy read since its last turn; "start" where a group has read its prompt alone, "" if not known."""
+    """What the policy read since its last turn; "start" where it has read its group's prompt alone, "" if not known."""
     if rollouts.states is not None:
         _same_turns("states", rollouts.states, spans)
         return [state for states in rollouts.states for state in states]
+    first_prompt: dict[int, list[int]] = {}
+    group = places_of_groups(rollouts.group).tolist()
     rows, begins = spans.row.tolist(), starts(spans, rollouts.mask.shape[1]).tolist()
     tokens = None if rollouts.tokens is None else rollouts.tokens.tolist()
     states: list[str] = []
@@ -248,7 +250,10 @@ def _states(rollouts: Rollouts, spans: Spans) -> list[str]:
         is_first, follows = row not in ends, int(rollouts.first[row]) != row
         if is_first and not follows:
             read = [] if tokens is None else tokens[row][:begin]
-            states.append(" ".join(map(str, read)) or "start")
+            # Members of a group can begin differently: the players of a game, say.
+            prompt = [] if rollouts.prompts is None else list(rollouts.prompts[row])
+            own = [] if first_prompt.setdefault(group[row], prompt) == prompt else prompt
+            states.append(" ".join(map(str, [*own, *read])) or "start")
         elif tokens is None or (is_first and rollouts.prompts is None):
             states.append("")
         else:

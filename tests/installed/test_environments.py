@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("installed")]
 OF_EXTRAS = (
     "creditgraph.adapters.skyrl",  # each needs the trainer that it is for
     "creditgraph.adapters.swift",
+    "creditgraph.adapters.tinker",
     "creditgraph.adapters.trl",
     "creditgraph.adapters.verl",
     "creditgraph.components.engine.vllm.exact",
