@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.adapters.record import OPTION, Record
 from creditgraph.adapters.rows import (
     Rollouts,
     Spans,
@@ -94,7 +95,8 @@ class CreditGraph:
 
     Args:
         graph: a file of configs/graph without its ending, or "recipe=NAME".
-        overrides: settings, as on the command line; "--config-dir=FOLDER" adds a folder with graphs of one's own.
+        overrides: settings, as on the command line; "--config-dir=FOLDER" adds a folder with graphs of one's own, and
+            "--record=FILE" writes the first groups of each batch with their credit, for `creditgraph import`.
         policy: scores texts, for methods that need it; see `creditgraph.adapters.endpoint.EndpointPolicy`.
         seed: key of random draws.
 
@@ -114,7 +116,8 @@ class CreditGraph:
         folders = [o.removeprefix(FOLDER) for o in overrides if o.startswith(FOLDER)]
         if "=" not in graph and graph not in (names := graph_names(folders)):
             raise ConfigError(f"no graph '{graph}'; expected one of {', '.join(names)}.{did_you_mean(graph, names)}")
-        settings = [o for o in overrides if not o.startswith(FOLDER)]
+        files = [o.removeprefix(OPTION) for o in overrides if o.startswith(OPTION)]
+        settings = [o for o in overrides if not o.startswith((FOLDER, OPTION))]
         chosen = graph if "=" in graph else f"graph={graph}"
         experiment = build_experiment(compose([chosen, *settings, "run.device=cpu"], folders), graph)
         self._graph = experiment.graph
@@ -125,6 +128,7 @@ class CreditGraph:
         self.turns = any(node.use == EPISODES for node in self._graph.nodes)
         self._check(settings)
         self._session = _Session(experiment, seed=seed)
+        self._record = Record(Path(files[-1])) if files else None
 
     @property
     def objective(self) -> ObjectiveSettings:
@@ -132,14 +136,23 @@ class CreditGraph:
         settings: ObjectiveSettings = self._learner.config.objective
         return settings
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
+    def __call__(self, rollouts: Rollouts, record: bool = True) -> Tensor:
         """Advantages, float32 [N, T] on the device of the mask; 0 where a token is not trained on.
 
-        Raises DataError where the rollouts lack what a node reads.
+        With `record` they are written, if the graph was given a file. Raises DataError where the rollouts lack what a
+        node reads.
         """
         credit, spans = self.credit(rollouts)
         kept = credit.advantage.with_values(credit.advantage.values.where(credit.mask.values, 0.0))
-        return spans.scatter(kept, rollouts.trained).where(rollouts.trained, 0.0).to(rollouts.mask.device)
+        advantages = spans.scatter(kept, rollouts.trained).where(rollouts.trained, 0.0)
+        if record:
+            self.record(rollouts, advantages)
+        return advantages.to(rollouts.mask.device)
+
+    def record(self, rollouts: Rollouts, advantages: Tensor) -> None:
+        """Writes a batch with its credit, if the graph was given a file."""
+        if self._record is not None:
+            self._record.write(rollouts, advantages, self.turns)
 
     def credit(self, rollouts: Rollouts) -> tuple[Credit, Spans]:
         """The graph's credit with one row per episode, or per turn; and which tokens of the rollouts its rows are."""
@@ -231,6 +244,8 @@ class CreditGraph:
             ConfigError: the graph reads texts or a critic's values, which the trainer does not give.
         """
         place = f"graph '{self.name}'"
+        if self._record is not None and not tokens:
+            raise ConfigError(f"{place}: {OPTION} writes token ids, but the trainer's hook passes none.")
         if self._reads_text() and not tokens:
             raise ConfigError(
                 f"{place}: it reads texts, but the trainer's hook passes no token ids; see Rollouts.tokens."

@@ -76,7 +76,7 @@ class SkyRLEstimator(Estimator):
             index[:rows],
             None if values is None else at_left(values),
             at_left(self.batch["sequences"][:, -width:]),
-            **self._steps(rows, width),
+            **self._steps(begins),
             **given,
         )
         out = torch.zeros(2, *response_mask.shape, dtype=advantages.dtype, device=advantages.device)
@@ -84,12 +84,14 @@ class SkyRLEstimator(Estimator):
         out[1, :rows].scatter_(1, places, returns)
         return out[0], out[1]
 
-    def _steps(self, rows: int, width: int) -> dict[str, Any]:
-        """Of step-wise trajectories which steps belong together, and their prompts."""
+    def _steps(self, begins: Tensor) -> dict[str, Any]:
+        """Of step-wise trajectories which steps belong together, and their prompts, which end where responses begin."""
         if self.last is None:
             return {}
-        read = self.batch["attention_mask"][:rows, :-width] != 0
-        prompts = [row[kept].tolist() for row, kept in zip(self.batch["sequences"][:rows, :-width], read, strict=True)]
+        rows, width = len(begins), self.batch["response_mask"].shape[1]
+        sequences, read = self.batch["sequences"][:rows], self.batch["attention_mask"][:rows] != 0
+        before = torch.arange(sequences.shape[1], device=begins.device) < sequences.shape[1] - width + begins
+        prompts = [row[kept].tolist() for row, kept in zip(sequences, read & before, strict=True)]
         return {"episode": [0, *itertools.accumulate(self.last[: rows - 1])], "prompts": prompts}
 
 

@@ -87,7 +87,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._postprocess_batch(samples, batch_encoded_inputs)  # its metrics are those of the rewards
         mode = "train" if self.model.training else "eval"
         rollouts = self._rollouts(samples, self.num_generations if mode == "train" else self.num_generations_eval)
-        advantages = self.credit(rollouts)
+        advantages = self.credit(rollouts, record=mode == "train")
         first = self.accelerator.process_index * len(samples)
         rows = {id(s): (rollouts.trained[first + i], advantages[first + i]) for i, s in enumerate(samples)}
         for chunk, encoded in zip(self.split_by_mini_batches(samples), batch_encoded_inputs, strict=True):

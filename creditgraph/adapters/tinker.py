@@ -51,14 +51,19 @@ def register(graph: str, *overrides: str, objective: bool = False) -> None:
         loss = Loss(graph, *overrides)
         loss.settings  # noqa: B018 - one that cannot run here is refused now
 
+    latest: list[Any] = []
+
     def assemble_training_data(groups: list[TrajectoryGroup], *rest: Any, **given: Any) -> tuple[list[Datum], Any]:
         data, metadata = ASSEMBLE(groups, *rest, **given)
         rollouts = rollouts_of(groups)
-        fill(data, credit(rollouts)[rollouts.trained])
+        advantages = credit(rollouts, record=False)
+        latest[:] = rollouts, advantages
+        fill(data, advantages[rollouts.trained])
         return data, metadata
 
     async def prepare_minibatch(*given: Any, **named: Any) -> tuple[Any, ...]:
         data, metrics, *rest = await PREPARE(*given, **named)
+        credit.record(*latest)  # the minibatch; what came before it was printed
         return data, metrics | {f"credit/{name}": value for name, value in credit.metrics.items()}, *rest
 
     train.assemble_training_data, train.prepare_minibatch = assemble_training_data, prepare_minibatch
@@ -71,7 +76,7 @@ def rollouts_of(groups: Sequence[TrajectoryGroup]) -> Rollouts:
 
     An action that the cookbook masks, because it could not be parsed, is not trained on; its reward counts.
     """
-    mask, rewards, tokens, prompts, group, episode = [], [], [], [], [], []
+    mask, rewards, tokens, logprobs, prompts, group, episode = [], [], [], [], [], [], []
     for g, members in enumerate(groups):
         for e, (trajectory, final) in enumerate(zip(members.trajectories_G, members.final_rewards_G, strict=True)):
             for step in trajectory.transitions:
@@ -80,6 +85,7 @@ def rollouts_of(groups: Sequence[TrajectoryGroup]) -> Rollouts:
                 # The first token of a datum is no target.
                 mask.append(trained if step.ob.length else [False, *trained[1:]][: len(trained)])
                 tokens.append(step.ac.tokens)
+                logprobs.append(step.ac.logprobs)
                 rewards.append(step.reward)
                 group.append(g)
                 episode.append((g, e))
@@ -90,6 +96,7 @@ def rollouts_of(groups: Sequence[TrajectoryGroup]) -> Rollouts:
         group=group,
         episode=episode,
         tokens=Jagged.from_rows(tokens, torch.int64).to_padded(),
+        logprobs=Jagged.from_rows(logprobs, torch.float32).to_padded(),
         prompts=prompts,
     )
 

@@ -89,7 +89,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mode = "train" if self.model.training else "eval"
         size = self.num_generations if mode == "train" else self.num_generations_eval
         rollouts = self._rollouts(output, size)
-        advantages = self.credit(rollouts)
+        advantages = self.credit(rollouts, record=mode == "train")
         local = len(output["completion_ids"])
         first = self.accelerator.process_index * local
         mine = advantages[first : first + local, : output["completion_ids"].shape[1]]

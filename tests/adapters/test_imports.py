@@ -299,3 +299,13 @@ def test_roles_mask_the_texts_of_tools():
     assert len(row.tokens) == 4
     assert row.mask == [True, True, False, True]
     assert texts.made == 1
+
+
+def test_a_tokenizer_makes_texts_of_token_ids_and_keeps_those_of_the_file():
+    texts = Texts(load_tokenizer(ModelSpec(path="tiny")))
+    ids = {"prompt_ids": texts.tokenizer("<solve> 3")["input_ids"], "tokens": texts.tokenizer(" 3 + 4")["input_ids"]}
+    row = texts.with_tokens(Row(group="g", **ids))
+    assert (row.prompt, row.text) == tuple(texts.tokenizer.decode(ids[name]) for name in ("prompt_ids", "tokens"))
+    kept = texts.with_tokens(Row(group="g", prompt="P", parts=[Part("R")], **ids))
+    assert (kept.prompt, kept.text, kept.tokens) == ("P", "R", ids["tokens"])
+    assert texts.made == 0

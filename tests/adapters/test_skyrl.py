@@ -24,8 +24,8 @@ REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at 
 # By hand: of two rewards the larger has +1, the smaller −1; the first turn has its own and the outcome's, the last the
 # outcome's alone. Group "a": .3 and 0, then 1.3 and 1; group "b": 0 and .25, then .5 and .25.
 MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
-# What the environment wrote in the gap before the second turn: rows 0 and 2 of group "a" read the same.
-GAPS = [[7, 7], [8], [7], [9]]
+# What the environment wrote in the gap before the second turn: rows 1 and 3, of group "b", read the same.
+GAPS = [[7, 7], [8], [7], [8]]
 # The graphs whose loss a hook with parts of a batch can call.
 LOSSES = [
     "cispo",
@@ -65,7 +65,7 @@ def batch():
         rewards.append(row)
         responses.append(tokens)
     return {
-        "prompts": [[1, 2], [1, 2, 3, 4], [1, 2], [1, 2, 3, 4]],
+        "prompts": [[1, 2] if uid == UID[0] else [1, 2, 3, 4] for uid in UID],
         "responses": responses,
         "rewards": rewards,
         "masks": MASKS,

@@ -96,7 +96,9 @@ def test_the_loss_is_that_of_the_graph(trained):
 
 
 def test_two_processes_credit_groups_of_both(tmp_path):
-    jobs = {"gigpo": JOBS["gigpo"], "s_trace": JOBS["s_trace"]}
+    record = [f"--record={tmp_path / 'credit.jsonl'}"]
+    gigpo = JOBS["gigpo"] | {"overrides": [*JOBS["gigpo"]["overrides"], *record]}
+    jobs = {"gigpo": gigpo, "s_trace": JOBS["s_trace"]}
     train(tmp_path, jobs, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     both = [json.loads((tmp_path / f"results.json.{rank}").read_text()) for rank in (0, 1)]
     for name in jobs:
@@ -107,3 +109,9 @@ def test_two_processes_credit_groups_of_both(tmp_path):
     expected = torch.tensor(slow.gigpo(mask, rewards, group, slow.states_of(mask, tokens), omega=0.5))
     actual = torch.tensor(seen[0]["advantages"] + seen[1]["advantages"])
     torch.testing.assert_close(actual, expected[:, : actual.shape[1]], atol=1e-6, rtol=1e-6)
+    # One of the two writes, each batch once.
+    rows = [json.loads(line) for line in (tmp_path / "credit.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == len(rows) // len(mask) - 1 > 0
+    for row, numbers, trained in zip(rows[-len(mask) :], expected.tolist(), mask, strict=True):
+        found = [a for a, m in zip(row["advantage"], row["mask"], strict=True) if m]
+        assert found == pytest.approx([a for a, m in zip(numbers, trained, strict=True) if m], abs=1e-6)

@@ -118,9 +118,11 @@ def gradients(batch):
 
 def main():
     out = {"own": prepared()}
+    file = Path(sys.argv[1]).with_name("credit.jsonl")
     for name in ("drgrpo", "gigpo"):
-        register(name)
+        register(name, *([f"--record={file}"] if name == "gigpo" else []))
         out[name] = prepared()
+    out["recorded"] = [json.loads(line) for line in file.read_text().splitlines()]
     generator = torch.Generator().manual_seed(0)
 
     def rows(scale):

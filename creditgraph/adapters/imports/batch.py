@@ -50,10 +50,11 @@ class Texts:
         """
         if row.tokens is not None:
             ids = row.prompt_ids if row.prompt_ids is not None else self._prompt(row.prompt)
-            if self.tokenizer is None or row.parts:
-                return replace(row, prompt_ids=ids)
-            text = self.tokenizer.decode(list(row.tokens), skip_special_tokens=False)
-            return replace(row, prompt_ids=ids, parts=[Part(text)])
+            prompt, parts = row.prompt, row.parts
+            if self.tokenizer is not None:
+                prompt = prompt or self.tokenizer.decode(list(ids), skip_special_tokens=False)
+                parts = parts or [Part(self.tokenizer.decode(list(row.tokens), skip_special_tokens=False))]
+            return replace(row, prompt_ids=ids, prompt=prompt, parts=parts)
         if self.tokenizer is None:
             raise DataError("it has texts and no token ids; name the model's tokenizer with --tokenizer FOLDER")
         self.made += 1
