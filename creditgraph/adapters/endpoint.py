@@ -1,16 +1,19 @@
 """A policy that scores texts at an OpenAI-compatible endpoint, for credit graphs that need log-probs of a reference."""
 
-import json
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
 
+from creditgraph.components.http import Client
 from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Scores
 from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.run.compose.secrets import public
+
+RETRIES = 3
+"""further tries of a request after a failure that may pass"""
 
 
 class EndpointPolicy(Policy):
@@ -25,7 +28,7 @@ class EndpointPolicy(Policy):
         tokenizer: of the same model.
         batch: prompts per request.
         concurrency: requests at a time.
-        seconds: limit of a request.
+        seconds: limit of a request, which has three further tries where the server is busy or does not answer.
         key: sent as a bearer token.
     """
 
@@ -37,7 +40,7 @@ class EndpointPolicy(Policy):
         model: str,
         tokenizer: Any,
         *,
-        batch: int = 32,
+        batch: int = 16,
         concurrency: int = 4,
         seconds: float = 120.0,
         key: str = "",
@@ -60,30 +63,31 @@ class EndpointPolicy(Policy):
             )
         rows = [a + b for a, b in zip(context.to_lists(), tokens.to_lists(), strict=True)]
         parts = [rows[i : i + self.batch] for i in range(0, len(rows), self.batch)]
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            replies = [row for part in pool.map(self._request, parts) for row in part]
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        # The client closes first, also after an error or Ctrl-C: the pool does not wait for replies then.
+        with (
+            ThreadPoolExecutor(self.concurrency) as pool,
+            closing(Client("EndpointPolicy", headers, self.concurrency)) as client,
+        ):
+            replies = [row for part in pool.map(lambda part: self._request(client, part), parts) for row in part]
         found = [
             torch.tensor(row[len(r) - n : len(r)]) for row, r, n in zip(replies, rows, tokens.lengths, strict=True)
         ]
         logprobs = tokens.with_values(torch.cat(found).float() if found else torch.zeros(0))
         return Scores(logprobs=logprobs, entropies=logprobs.with_values(torch.full_like(logprobs.values, torch.nan)))
 
-    def _request(self, rows: list[list[int]]) -> list[list[float]]:
+    def _request(self, client: Client, rows: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each row; NaN for its first one."""
         body = {"model": self.model, "prompt": rows, "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 1.0}
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        reply, reason = client.post(self.url, body, seconds=self.seconds, retries=RETRIES)
         try:
-            with urllib.request.urlopen(request, timeout=self.seconds) as reply:
-                choices = json.load(reply)["choices"]
-            found = [choice["logprobs"]["token_logprobs"] for choice in sorted(choices, key=lambda c: c["index"])]
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+            found = [choice["logprobs"]["token_logprobs"] for choice in choices]
             if [len(row) - 1 for row in found] != [len(row) for row in rows]:
                 raise ValueError("a reply without the log-probs of the prompt's tokens")
             return [[torch.nan if x is None else float(x) for x in row] for row in found]
-        except urllib.error.HTTPError as error:
-            raise RunError(f"{self.url}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{self.url}: {error}; expected the reply of an OpenAI-compatible server to token ids with echo and "
-                "logprobs (vLLM's has both)."
+                f"{reason or f'{public(self.url)}: {error}'}; expected the reply of an OpenAI-compatible server to token "
+                "ids with echo and logprobs (vLLM's has both)."
             ) from error

@@ -63,7 +63,8 @@ def rows_of(rollouts: Rollouts, advantages: Tensor, turns: bool) -> Iterator[dic
     """The rows that are written, as fields of `creditgraph.adapters.imports.row.Row`."""
     group = places_of_groups(rollouts.group)
     kept = group <= int((torch.bincount(group).cumsum(0) < ROWS).sum())
-    lengths = (rollouts.trained * torch.arange(1, rollouts.mask.shape[1] + 1)).amax(1)
+    # Of a row that is not trained on one token stays, with its reward.
+    lengths = (rollouts.trained * torch.arange(1, rollouts.mask.shape[1] + 1)).amax(1).clamp(min=1)
     tensors = {"advantage": advantages} | {
         name: getattr(rollouts, name) for name in ("logprobs", "entropies", "values")
     }

@@ -309,3 +309,11 @@ def test_a_tokenizer_makes_texts_of_token_ids_and_keeps_those_of_the_file():
     kept = texts.with_tokens(Row(group="g", prompt="P", parts=[Part("R")], **ids))
     assert (kept.prompt, kept.text, kept.tokens) == ("P", "R", ids["tokens"])
     assert texts.made == 0
+
+
+def test_a_graph_of_responses_says_that_it_credits_what_tools_wrote(lines, tmp_path, capsys):
+    file = lines([ROWS[0] | MORE, *ROWS[1:]])
+    assert command(file, "--from", "jsonl", "--graph", "grpo", "-o", tmp_path / "whole") == 0
+    assert "note: 1 responses hold tokens that the policy did not sample; grpo credits those" in capsys.readouterr().out
+    assert command(file, "--from", "jsonl", "--graph", "grpo_turns", "-o", tmp_path / "turns") == 0
+    assert "did not sample" not in capsys.readouterr().out

@@ -68,6 +68,15 @@ def test_steps_of_episodes_stay_steps(tmp_path):
     assert torch.equal(found.advantage.values[found.mask.values], expected[rollouts.mask != 0])
 
 
+def test_a_row_that_is_not_trained_on_keeps_its_reward(tmp_path):
+    file, run = tmp_path / "credit.jsonl", tmp_path / "run"
+    CreditGraph("grpo", f"--record={file}")(batch(mask=torch.tensor([MASK[0], [0] * 5, *MASK[2:]])))
+    assert command(file, "--from", "jsonl", "-o", run) == 0
+    found = record(run, "rollouts.rewards").value
+    torch.testing.assert_close(found, batch().rewards.sum(1))
+    assert not record(run, "rollouts.credit").mask.row(1).any()
+
+
 def test_only_the_first_whole_groups_of_a_large_batch_are_written(tmp_path):
     file, n = tmp_path / "credit.jsonl", 3 * ROWS
     group = [i % (n // 8) for i in range(n)]  # eight rows each, one after the other

@@ -110,6 +110,11 @@ def import_files(request: Request) -> Imported:
     done = Imported(request.target, {step: len(rows) for step, rows in steps.items()})
     done.skipped.update(row["reason"] for row in rejected)
     done.lacking = _lacking([row for rows in steps.values() for row in rows], request, texts.made)
+    gaps = sum(not all(row.mask or (True,)) for rows in steps.values() for row in rows)
+    if gaps and graph is not None and not turns:
+        done.lacking.append(
+            f"{gaps:,} responses hold tokens that the policy did not sample; {graph.name} credits those as the others"
+        )
     with RunDirectory.open(request.target, experiment.public) as run:
         with closing(JsonLines(run.rejected_path)) as file:
             file.write(rejected)
