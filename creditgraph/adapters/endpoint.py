@@ -88,6 +88,6 @@ class EndpointPolicy(Policy):
             return [[torch.nan if x is None else float(x) for x in row] for row in found]
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{reason or f'{public(self.url)}: {error}'}; expected the reply of an OpenAI-compatible server to token "
-                "ids with echo and logprobs (vLLM's has both)."
+                f"{reason or f'{public(self.url)}: {error}'}; expected the reply of an OpenAI-compatible server to "
+                "token ids with echo and logprobs (vLLM's has both)."
             ) from error

@@ -136,6 +136,11 @@ class CreditGraph:
         settings: ObjectiveSettings = self._learner.config.objective
         return settings
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether token ids have a part in it: texts, states of turns, or a record."""
+        return self.turns or self._record is not None or self._reads_text()
+
     def __call__(self, rollouts: Rollouts, record: bool = True) -> Tensor:
         """Advantages, float32 [N, T] on the device of the mask; 0 where a token is not trained on.
 

@@ -6,8 +6,8 @@
 verl imports the modules of that variable in each of its processes. For other settings, call `register` in a module of
 one's own and name that.
 
-verl passes rewards, masks and uids to an estimator, no token ids and no values. So graphs that read texts or a critic
-cannot run, and where a graph compares the states of turns (`gigpo`, `gae_turns`), states are unknown without `states`.
+verl passes rewards, masks and uids to an estimator. So the functions of its trainers that call one are replaced: graphs
+read the values of its critic (`critic.enable=true`) and, where they compare what turns have read, the token ids.
 
 An agent loop may give several outputs per session. verl shows them to an estimator as responses of their own, each with
 the score of the last; a graph gets them as the steps of an episode with that score once.
@@ -25,11 +25,10 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, agg_loss, regist
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
+from creditgraph.pipeline.core.jagged import Jagged
 
 TESTED = ("0.9", "0.8", "0.7")  # the older ones by hand
-# The step from rewards to advantages of verl's trainer, and the modules that hold it.
-STEP = "compute_advantage_for_multi_trajectories"
-MODULES = ("verl.trainer.ppo.v1.utils", "verl.trainer.ppo.v1.trainer_base")
+TRAINER = "verl.trainer.ppo"
 
 
 def register(graph: str, *overrides: str, name: str = "", states: States | None = None) -> None:
@@ -62,42 +61,91 @@ def register(graph: str, *overrides: str, name: str = "", states: States | None 
     register_policy_loss(name)(policy_loss)
 
 
-def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's step from rewards to advantages, which gives graphs the outputs of a session as steps of an episode."""
+def in_place_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's function from rewards to advantages, which for graphs reads more of the batch than it gives an estimator."""
 
     @functools.wraps(step)
-    def stepped(data: Any, batch_keys: Sequence[str], adv_estimator: Any, *args: Any, **given: Any) -> Any:
+    def stepped(data: Any, adv_estimator: Any, *args: Any, **given: Any) -> Any:
         estimator = ADV_ESTIMATOR_REGISTRY.get(adv_estimator)
-        outputs = [key.rsplit("_", 1) for key in batch_keys]  # uid_session, place of the output in it
-        if not isinstance(estimator, Estimator) or len({session for session, _ in outputs}) == len(outputs):
-            return step(data, batch_keys, adv_estimator, *args, **given)
-        order = sorted(range(len(outputs)), key=lambda i: (outputs[i][0], int(outputs[i][1])))
-        sessions = [outputs[i][0] for i in order]
-        last = torch.tensor([one != other for one, other in pairwise([*sessions, None])])[:, None]
-        # verl copies the score of the last output to the others; what is not a score, as a KL in the reward, is theirs.
-        rewards, scores = (data.batch[name][order] for name in ("token_level_rewards", "token_level_scores"))
-        advantages, returns = estimator(
-            rewards.where(last, rewards - scores),
-            data.batch["response_mask"][order],
-            data.non_tensor_batch["uid"][order],
-            episode=sessions,
-            config=given.get("config"),
-        )
-        back = torch.tensor(order).argsort()
-        data.batch["advantages"], data.batch["returns"] = advantages[back], returns[back]
-        return data
+        if not isinstance(estimator, Estimator) or "response_mask" not in data.batch:
+            return step(data, adv_estimator, *args, **given)
+        prompts = None
+        if "prompts" in data.batch:  # padded on the left
+            width = data.batch["prompts"].shape[1]
+            rows = zip(data.batch["prompts"], data.batch["attention_mask"][:, :width], strict=True)
+            prompts = [row[mask != 0].tolist() for row, mask in rows]
+        return _credited(data, estimator, given.get("config"), data.batch.get("responses"), prompts)
 
     return stepped
 
 
-def _step_of(module: Any) -> None:
-    setattr(module, STEP, by_sessions(getattr(module, STEP)))
+def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of verl's V1 trainer, whose queue has the token ids, and whose sessions may have several outputs."""
+
+    @functools.wraps(step)
+    def stepped(data: Any, batch_keys: Sequence[str], adv_estimator: Any, *args: Any, **given: Any) -> Any:
+        estimator = ADV_ESTIMATOR_REGISTRY.get(adv_estimator)
+        if not isinstance(estimator, Estimator):
+            return step(data, batch_keys, adv_estimator, *args, **given)
+        tokens = prompts = None
+        if estimator.credit.reads_tokens:
+            import transfer_queue
+
+            found = transfer_queue.kv_batch_get(
+                keys=batch_keys, partition_id="train", select_fields=["prompts", "responses"]
+            )
+            prompts = [row.tolist() for row in found["prompts"].unbind()]
+            tokens = Jagged.from_rows([row.tolist() for row in found["responses"].unbind()], torch.int64).to_padded()
+        return _credited(data, estimator, given.get("config"), tokens, prompts, batch_keys)
+
+    return stepped
 
 
-# verl imports this module while it is imported itself, when its trainer with all that it needs is not.
-on_import(MODULES[0], _step_of)
-if MODULES[1] in sys.modules:
-    _step_of(sys.modules[MODULES[1]])
+def _credited(
+    data: Any, estimator: Estimator, config: Any, tokens: Any, prompts: Any, keys: Sequence[str] | None = None
+) -> Any:
+    """verl's batch with the advantages of a graph; `keys` say which outputs belong to a session."""
+    scores, mask, uid = data.batch["token_level_rewards"], data.batch["response_mask"], data.non_tensor_batch.get("uid")
+    outputs = [key.rsplit("_", 1) for key in keys or ()]  # uid_session, place of the output in it
+    sessions: list[str] | None = None
+    order = list(range(len(mask)))
+    if len({session for session, _ in outputs}) < len(outputs):
+        order.sort(key=lambda i: (outputs[i][0], int(outputs[i][1])))
+        sessions = [outputs[i][0] for i in order]
+        last = torch.tensor([one != other for one, other in pairwise([*sessions, None])])[:, None]
+        # verl copies the score of the last output to the others; what is not a score, as a KL in the reward, is theirs.
+        scores = scores.clone()
+        scores[order] = scores[order].where(last, scores[order] - data.batch["token_level_scores"][order])
+    advantages, returns = estimator(
+        scores[order],
+        mask[order],
+        None if uid is None else uid[order],
+        None if "values" not in data.batch else data.batch["values"][order],
+        None if tokens is None else tokens[order],
+        episode=sessions,
+        prompts=None if prompts is None else [prompts[i] for i in order],
+        config=config,
+    )
+    back = torch.tensor(order).argsort()
+    data.batch["advantages"], data.batch["returns"] = advantages[back], returns[back]
+    return data
+
+
+def _wrap(function: str, wrapper: Callable[..., Any], modules: Sequence[str]) -> None:
+    """In the module that has a function, when it is imported, and in those that have taken it from there."""
+
+    def change(module: Any) -> None:
+        setattr(module, function, wrapper(getattr(module, function)))
+
+    # verl imports this module while it is imported itself, when its trainer with all that it needs is not.
+    on_import(modules[0], change)
+    for name in modules[1:]:
+        if name in sys.modules:
+            change(sys.modules[name])
+
+
+_wrap("compute_advantage", in_place_of, (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils"))
+_wrap("compute_advantage_for_multi_trajectories", by_sessions, (f"{TRAINER}.v1.utils", f"{TRAINER}.v1.trainer_base"))
 check_version("verl", TESTED)
 for _graph in graph_names():
     register(_graph)

@@ -9,14 +9,14 @@ def said(call):
         return f"{type(error).__name__}: {error}"
 
 
-def start_ray(tries=3, **options):
+def start_ray(tries=3, cpus=1, **options):
     """Ray gives its node 30 seconds, which are not enough on a machine that is busy with other tests."""
     import ray
 
     try:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, **options)
+        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, **options)
     except Exception:
         if tries == 1:
             raise
         ray.shutdown()
-        start_ray(tries - 1, **options)
+        start_ray(tries - 1, cpus, **options)

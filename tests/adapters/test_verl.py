@@ -21,6 +21,10 @@ pytestmark = [
 ]
 MASK = [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0, 0]]
 UID = ["a", "b", "a", "b"]
+PROMPTS = {"a": [1, 2], "b": [3]}
+# Rows 1 and 3, of group "b", read the same before their second turn.
+TOKENS = [[5, 5, 6, 7, 5, 5, 0], [5, 5, 5, 8, 5, 0, 0], [5, 6, 5, 5, 5, 5, 5], [5, 5, 8, 5, 0, 0, 0]]
+LENGTHS = [6, 5, 7, 4]
 REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at its last token
 # By hand: of two rewards the larger has +1, the smaller −1; the first turn has its own and the outcome's, the last the
 # outcome's alone. Group "a": .3 and 0, then 1.3 and 1; group "b": 0 and .25, then .5 and .25.
@@ -30,7 +34,8 @@ MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
 def outputs():
     """Each row of MASK as a session of two outputs, out of order, with a penalty per token; and their places."""
     kl = -0.1 * torch.rand(4, 7, generator=torch.Generator().manual_seed(1)) * torch.tensor(MASK)
-    out = {name: [] for name in ("keys", "uid", "response_mask", "token_level_scores", "token_level_rewards")}
+    names = ("keys", "uid", "prompts", "responses", "response_mask", "token_level_scores", "token_level_rewards")
+    out = {name: [] for name in names}
     places = []
     for i, runs in enumerate(slow.turns(MASK)):
         for k, (begin, end) in enumerate([(0, runs[1][0]), (runs[1][0], 7)]):
@@ -40,7 +45,9 @@ def outputs():
             row[2, : end - begin] = kl[i, begin:end]
             out["keys"].append(f"{UID[i]}_{i}_{k}")
             out["uid"].append(UID[i])
-            for name, values in zip(list(out)[2:], (row[0], row[1], row[1] + row[2]), strict=True):
+            out["prompts"].append(PROMPTS[UID[i]] + TOKENS[i][:begin])
+            out["responses"].append((TOKENS[i][begin:end] + [0] * 7)[:7])
+            for name, values in zip(names[4:], (row[0], row[1], row[1] + row[2]), strict=True):
                 out[name].append(values.tolist())
             places.append((i, begin, end))
     order = [5, 0, 3, 6, 1, 7, 2, 4]
@@ -64,6 +71,26 @@ def batch():
         "log_prob": (old + 0.3 * torch.randn(4, 7, generator=generator)).tolist(),
         "advantages": torch.randn(4, 7, generator=generator).tolist(),
         "sessions": outputs()[0],
+        "responses": TOKENS,
+        "prompts": [[0] * (2 - len(PROMPTS[uid])) + PROMPTS[uid] for uid in UID],
+        "attention_mask": [
+            [int(uid == "a"), 1] + [int(t < n) for t in range(7)] for uid, n in zip(UID, LENGTHS, strict=True)
+        ],
+        "values": (values := torch.randn(4, 7, generator=generator)).tolist(),
+        "queue": {
+            "keys": [f"{uid}_{i}_0" for i, uid in enumerate(UID)],
+            "uid": UID,
+            "prompts": [PROMPTS[uid] for uid in UID],
+            **{
+                name: [row[:n] for row, n in zip(rows, LENGTHS, strict=True)]
+                for name, rows in (
+                    ("responses", TOKENS),
+                    ("response_mask", MASK),
+                    ("rm_scores", rewards.tolist()),
+                    ("values", values.tolist()),
+                )
+            },
+        },
     }
 
 
@@ -75,7 +102,7 @@ def found(batch, tmp_path_factory):
     command = [PYTHON, HERE / "verl_hooks.py", folder / "batch.json", folder / "out.json"]
     done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "out.json").read_text())
+    return json.loads((folder / "out.json").read_text()) | {"folder": folder}
 
 
 def test_estimators_equal_loops(found, batch):
@@ -100,15 +127,41 @@ def test_the_outputs_of_a_session_are_steps_of_one_response_with_one_score(found
     _, places, rewards = outputs()
     for i, runs in enumerate(slow.turns(MASK)):
         rewards[i, runs[1][1] - 1] += sum(REWARDS[i])
-    states = [["start", ""]] * 4
     for name in ("grpo", "gigpo"):
-        rollouts = Rollouts(mask=torch.tensor(MASK), rewards=rewards, group=UID, states=states)
+        rollouts = Rollouts(mask=torch.tensor(MASK), rewards=rewards, group=UID, tokens=torch.tensor(TOKENS))
         expected = CreditGraph(name)(rollouts)
         for row, (i, begin, end) in zip(found[f"sessions creditgraph:{name}"], places, strict=True):
             torch.testing.assert_close(torch.tensor(row[: end - begin]), expected[i, begin:end], atol=1e-6, rtol=1e-6)
             assert not any(row[end - begin :])
     # verl's own reads the last output alone, whose penalty is not all of it.
     assert found["sessions grpo"] != found["sessions creditgraph:grpo"]
+
+
+def test_the_batch_of_a_trainer_has_token_ids_and_values_too(found, batch):
+    read = [["start", text] for text in ("6 7", "8", "6", "8")]
+    advantages = torch.tensor(slow.gigpo(MASK, REWARDS, UID, read, omega=1.0))
+    assert not torch.allclose(advantages, torch.tensor(found["creditgraph:gigpo"]))  # states are unknown there
+    mask, values = torch.tensor(MASK), torch.tensor(batch["values"])
+    rewards = torch.tensor(batch["token_level_rewards"])
+    critic = CreditGraph("ppo")(Rollouts(mask=mask, rewards=rewards, group=UID, values=values))
+    for name, expected, returns in (
+        ("gigpo", advantages, advantages + values * mask),
+        ("ppo", critic, critic + values * mask),
+    ):
+        got = torch.tensor(found[f"batch creditgraph:{name}"])
+        torch.testing.assert_close(got, torch.stack([expected, returns]), atol=1e-6, rtol=1e-6)
+        queue = found["queue recorded" if name == "gigpo" else "queue creditgraph:ppo"]
+        for i, n in enumerate(LENGTHS):
+            assert queue["advantages"][i] == pytest.approx(expected[i, :n].tolist(), abs=1e-6)
+            assert queue["returns"][i] == pytest.approx(returns[i, :n].tolist(), abs=1e-6)
+
+
+def test_what_a_graph_credits_in_verl_is_recorded_with_its_tokens(found):
+    rows = [json.loads(line) for line in (found["folder"] / "credit.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [row[:n] for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    assert [row["prompt_ids"] for row in rows] == [PROMPTS[uid] for uid in UID]
+    for row, advantages in zip(rows, found["queue recorded"]["advantages"], strict=True):
+        assert row["advantage"] == pytest.approx(advantages, abs=1e-6)
 
 
 def test_a_graph_that_cannot_run_here_says_so(found):

@@ -6,20 +6,57 @@ VERL_USE_EXTERNAL_MODULES=creditgraph.adapters.verl python verl_hooks.py BATCH.j
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import transfer_queue
+from hooks import start_ray
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_base import KVBatchMeta, PPOTrainer
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.config import FSDPActorConfig
 
 from creditgraph.adapters.verl import register
 
 
+def queued(columns):
+    """Puts columns of outputs into verl's queue, as its agent loops do."""
+    keys = columns.pop("keys")
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    integer = ("prompts", "responses", "response_mask")
+    fields = [
+        {
+            k: v if k == "uid" else torch.tensor(v, dtype=torch.int64 if k in integer else torch.float32)
+            for k, v in r.items()
+        }
+        for r in rows
+    ]
+    tags = [{} for _ in keys]
+    transfer_queue.kv_batch_put(keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id="train")
+    return keys
+
+
+def of_queue(name, keys):
+    """The step of verl's trainer from rewards to advantages; what it puts into the queue, without padding."""
+    concrete = type("Trainer", (PPOTrainer,), {})
+    concrete.__abstractmethods__ = frozenset()
+    trainer = object.__new__(concrete)
+    rollout = SimpleNamespace(rollout=SimpleNamespace(n=2))
+    trainer.config = SimpleNamespace(algorithm=AlgoConfig(adv_estimator=name), actor_rollout_ref=rollout)
+    trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
+    names = ["advantages", "returns"]
+    found = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=names)
+    return {column: [row.tolist() for row in found[column].unbind()] for column in names}
+
+
 def main():
+    start_ray(cpus=8)
+    transfer_queue.init()
     batch = json.loads(Path(sys.argv[1]).read_text())
     tensors = {name: torch.tensor(batch[name]) for name in ("token_level_rewards", "response_mask")}
     states = batch["states"]
@@ -32,7 +69,18 @@ def main():
             out[name] = compute_advantage(data, name, config=AlgoConfig()).batch["advantages"].tolist()
         except Exception as error:
             out[name] = f"{type(error).__name__}: {error}"
+    # The same with what verl's older trainers have in a batch.
+    further = {name: torch.tensor(batch[name]) for name in ("responses", "prompts", "attention_mask", "values")}
+    for name in ("creditgraph:gigpo", "creditgraph:ppo"):
+        data = DataProto.from_dict(tensors=tensors | further, non_tensors={"uid": np.array(batch["uid"], dtype=object)})
+        data = compute_advantage(data, name, config=AlgoConfig())
+        out[f"batch {name}"] = [data.batch[column].tolist() for column in ("advantages", "returns")]
+    register("gigpo", f"--record={Path(sys.argv[2]).with_name('credit.jsonl')}", name="recorded")
+    whole = queued(batch["queue"])
+    for name in ("recorded", "creditgraph:ppo"):
+        out[f"queue {name}"] = of_queue(name, whole)
     sessions = batch["sessions"]
+    parts = queued({name: sessions[name] for name in ("keys", "prompts", "responses")})
     for name in ("creditgraph:grpo", "creditgraph:gigpo", "grpo"):
         columns = ("token_level_rewards", "token_level_scores", "response_mask")
         data = DataProto.from_dict(
@@ -41,7 +89,7 @@ def main():
         )
         # As verl's trainer calls it, by the name that it has imported.
         data = trainer_base.compute_advantage_for_multi_trajectories(
-            data, batch_keys=sessions["keys"], adv_estimator=name, config=AlgoConfig()
+            data, batch_keys=parts, adv_estimator=name, config=AlgoConfig()
         )
         out[f"sessions {name}"] = data.batch["advantages"].tolist()
     given = {name: torch.tensor(batch[name]) for name in ("old_log_prob", "log_prob", "advantages")}
