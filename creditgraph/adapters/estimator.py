@@ -13,6 +13,7 @@ from torch import Tensor
 
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.loss import check_by_parts, loss_inputs, token_losses
+from creditgraph.adapters.record import OPTION
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.components.learner.objective import ObjectiveSettings
 
@@ -108,7 +109,8 @@ class Loss:
     def settings(self) -> ObjectiveSettings:
         """Settings of the objective; raises ConfigError where it needs what a loss hook does not pass."""
         if self._settings is None:
-            settings = CreditGraph(self.graph, *self.overrides).objective
+            # Losses run in other processes than credit: what is recorded is that of the estimator.
+            settings = CreditGraph(self.graph, *(o for o in self.overrides if not o.startswith(OPTION))).objective
             check_by_parts(settings, f"graph '{self.graph}'")
             self._settings = settings
         return self._settings

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from creditgraph.adapters.estimator import Loss
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.record import ROWS
 from creditgraph.adapters.rows import Rollouts
@@ -107,6 +108,12 @@ def test_a_reward_that_is_no_number_is_written_as_none(tmp_path):
     CreditGraph("grpo", f"--record={file}")(batch(rewards=torch.tensor([1.0, torch.nan, 0.0, 1.0])))
     rewards = [json.loads(line, parse_constant=pytest.fail)["reward"] for line in file.read_text().splitlines()]
     assert rewards == [1.0, None, 0.0, 1.0]
+
+
+def test_the_loss_of_a_graph_writes_nothing(tmp_path):
+    loss = Loss("grpo", f"--record={tmp_path / 'deep/credit.jsonl'}")
+    assert loss.settings is not None
+    assert not (tmp_path / "deep").exists()
 
 
 def test_mistakes(tmp_path):
