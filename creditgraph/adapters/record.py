@@ -54,7 +54,9 @@ class Record:
             return
         with writing(self.path, OPTION), self.path.open("a", encoding="utf-8") as file:
             for row in rows_of(rollouts, advantages, turns):
-                file.write(self._begin + json.dumps({"step": self.step} | row) + "\n")
+                # Groups of different steps have different names, for readers that know no steps.
+                named = {"step": self.step, "group": f"{self.step}.{row['group']}"}
+                file.write(self._begin + json.dumps(row | named) + "\n")
                 self._begin = ""
         self.step += 1
 
