@@ -56,7 +56,7 @@ class Record:
             for row in rows_of(rollouts, advantages, turns):
                 # Groups of different steps have different names, for readers that know no steps.
                 named = {"step": self.step, "group": f"{self.step}.{row['group']}"}
-                file.write(self._begin + json.dumps(row | named) + "\n")
+                file.write(self._begin + json.dumps(row | named, default=str) + "\n")  # a prompt may hold an image
                 self._begin = ""
         self.step += 1
 

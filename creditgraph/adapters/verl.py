@@ -144,7 +144,11 @@ def _wrap(function: str, wrapper: Callable[..., Any], modules: Sequence[str]) ->
             change(sys.modules[name])
 
 
-_wrap("compute_advantage", in_place_of, (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils"))
+_wrap(
+    "compute_advantage",
+    in_place_of,
+    (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils", "verl.experimental.separation.ray_trainer"),
+)
 _wrap("compute_advantage_for_multi_trajectories", by_sessions, (f"{TRAINER}.v1.utils", f"{TRAINER}.v1.trainer_base"))
 check_version("verl", TESTED)
 for _graph in graph_names():
