@@ -62,7 +62,7 @@ def register(graph: str, *overrides: str, name: str = "", states: States | None 
 
 
 def in_place_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's function from rewards to advantages, which reads more of the batch for graphs than for other estimators."""
+    """verl's function from rewards to advantages, which reads more of the batch for graphs than for others."""
 
     @functools.wraps(step)
     def stepped(data: Any, adv_estimator: Any, *args: Any, **given: Any) -> Any:
