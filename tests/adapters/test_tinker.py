@@ -72,13 +72,14 @@ def test_the_steps_of_a_graph_of_turns_have_their_rewards_and_states(found):
 
 
 def test_the_minibatch_is_recorded_and_not_the_groups_that_are_printed(found):
-    rows = [row for row in found["recorded"] if row["tokens"]]
+    rows = found["recorded"]
     assert {row["step"] for row in rows} == {0}
+    assert len(rows) == 16  # an action each, also those that are not trained on
     trained = [a for d in found["gigpo"]["data"] for a, m in zip(d["advantages"], d["mask"], strict=True) if m]
     assert [a for row in rows for a, m in zip(row["advantage"], row["mask"], strict=True) if m] == pytest.approx(
         trained
     )
-    assert {p for row in rows for p in row["logprobs"]} == {-0.5}
+    assert {p for row in rows for p, m in zip(row["logprobs"], row["mask"], strict=True) if m} == {-0.5}
 
 
 def test_the_gradients_that_are_sent_are_those_of_the_clipped_objective(found):
