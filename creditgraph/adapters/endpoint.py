@@ -20,13 +20,13 @@ class EndpointPolicy(Policy):
     """Scores tokens with POST {url}/completions, whose prompts are token ids and whose `echo` gives their log-probs.
 
     vLLM's server has both; it must hold the weights that are trained, or those that credit is to be judged by.
-    Entropies are unknown (NaN), and nothing is sampled.
+    Entropies are unknown (NaN), and nothing is sampled. It needs httpx, which the extra `train` brings.
 
     Args:
         url: with the version, such as "http://localhost:8000/v1".
         model: the name that the server gives it.
         tokenizer: of the same model.
-        batch: prompts per request.
+        batch: prompts per request, whose reply may have 64 MiB.
         concurrency: requests at a time.
         seconds: limit of a request, which has three further tries where the server is busy or does not answer.
         key: sent as a bearer token.

@@ -86,10 +86,9 @@ def rollouts_of(groups: Sequence[TrajectoryGroup]) -> Rollouts:
                 mask.append(trained if step.ob.length else [False, *trained[1:]][: len(trained)])
                 tokens.append(step.ac.tokens)
                 logprobs.append(step.ac.logprobs)
-                rewards.append(step.reward)
+                rewards.append(step.reward + (final if step is trajectory.transitions[-1] else 0.0))
                 group.append(g)
                 episode.append((g, e))
-            rewards[-1] += final
     return Rollouts(
         mask=Jagged.from_rows(mask, torch.bool).to_padded(),
         rewards=torch.tensor(rewards),

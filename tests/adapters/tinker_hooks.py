@@ -16,7 +16,7 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import EnvGroupBuilder, Trajectory, TrajectoryGroup, Transition
 
-from creditgraph.adapters.tinker import register
+from creditgraph.adapters.tinker import FORWARD_BACKWARD, REMOVE_MASK, register
 from creditgraph.pipeline.core.errors import ConfigError
 from tests.adapters.tinker_episodes import GROUPS
 
@@ -116,6 +116,11 @@ def gradients(batch):
     return {"loss": client.loss, "gradients": client.sent}
 
 
+def cookbook_functions():
+    """Whether a loss is that of `loss_fn`: the cookbook removes masks, and Tinker's request is its own."""
+    return [train._remove_mask is REMOVE_MASK, TrainingClient.forward_backward is FORWARD_BACKWARD]
+
+
 def main():
     out = {"own": prepared()}
     file = Path(sys.argv[1]).with_name("credit.jsonl")
@@ -135,13 +140,14 @@ def main():
     batch |= {"advantages": rows(1.0), "mask": [[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]]}
     register("grpo", objective=True)
     out["batch"], out["loss"] = batch, gradients(batch)
+    out["own functions"] = [cookbook_functions()]
     for name in ("entropy_8020", "ppo", "srpo"):
         try:
             register(name, objective=True)
         except ConfigError as error:
             out[name] = str(error)
     register("grpo")
-    out["restored"] = train._remove_mask is not None and TrainingClient.forward_backward.__name__
+    out["own functions"].append(cookbook_functions())
     Path(sys.argv[1]).write_text(json.dumps(out))
 
 
