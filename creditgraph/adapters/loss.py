@@ -1,5 +1,8 @@
 """An objective on the log-probs of another trainer."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -91,6 +94,15 @@ def loss_weights(mask: Tensor, settings: ObjectiveSettings, rows: float, tokens:
     """Weight of each token's loss, float32 [N, T], in a step of so many rows and trained tokens over all ranks."""
     trained = Jagged.from_lengths((mask != 0).flatten(), torch.full((len(mask),), mask.shape[1], device=mask.device))
     return weights(trained, settings, torch.tensor([rows, tokens], dtype=torch.float64)).values.view(mask.shape)
+
+
+def check_off(trainer: object, off: dict[str, Any], place: str, name: str, more: Sequence[str] = ()) -> None:
+    """Raises ConfigError where an attribute of the trainer is not what it is when off; `more` says what else is on."""
+    found = {setting: getattr(trainer, setting, none) for setting, none in off.items()}
+    on = [f"{setting}={value!r} (off: {off[setting]!r})" for setting, value in found.items() if value != off[setting]]
+    on += more
+    if on:
+        raise ConfigError(f"{place}: its credit has no part for {name}'s {', '.join(on)}. Switch that off.")
 
 
 def check_by_parts(settings: ObjectiveSettings, place: str) -> None:

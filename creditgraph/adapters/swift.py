@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from creditgraph.adapters.estimator import check_version
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.loss import check_by_steps, loss_inputs, loss_weights, prepared, token_losses
+from creditgraph.adapters.loss import check_by_steps, check_off, loss_inputs, loss_weights, prepared, token_losses
 from creditgraph.adapters.rows import Rollouts, log_means
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.pipeline.core.errors import ConfigError, DataError
@@ -67,16 +67,12 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         off = OFF | (LOSS_OFF if self.credit_objective is not None else {})
-        found = {name: getattr(self, name, none) for name, none in off.items()}
-        on = [f"{name}={value!r} (off: {off[name]!r})" for name, value in found.items() if value != off[name]]
+        more = []
         if self.template.sequence_parallel_size > 1:
-            on.append(f"sequence_parallel_size={self.template.sequence_parallel_size}")
+            more.append(f"sequence_parallel_size={self.template.sequence_parallel_size}")
         if self.credit_objective is None and self.loss_type == "real":
-            on.append("loss_type='real'")
-        if on:
-            raise ConfigError(
-                f"graph '{self.credit.name}': its credit has no part for ms-swift's {', '.join(on)}. Switch that off."
-            )
+            more.append("loss_type='real'")
+        check_off(self, off, f"graph '{self.credit.name}'", "ms-swift", more)
 
     def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[dict[str, Any]]) -> None:
         if self.dynamic_num_samples:

@@ -7,22 +7,45 @@
 TRL has no public hook for advantages. The class overrides `_calculate_rewards` (to keep the rewards), and
 `_generate_and_score_completions` (to replace the advantages [N] by [N, T], which TRL's loss takes); with
 `objective=True` also `_compute_loss`. These are private methods: `TESTED` are the versions with which the tests passed.
+
+Unsloth puts a trainer of its own in the place of TRL's when it is imported, so import it first; the class is then a
+subclass of that one, whose losses take advantages per token too.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import trl
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from creditgraph.adapters.estimator import check_version
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.loss import COLUMN, check_by_steps, loss_inputs, loss_weights, prepared, token_losses
+from creditgraph.adapters.loss import (
+    COLUMN,
+    check_by_steps,
+    check_off,
+    loss_inputs,
+    loss_weights,
+    prepared,
+    token_losses,
+)
 from creditgraph.adapters.rows import Rollouts, log_means
+from creditgraph.pipeline.core.errors import ConfigError
 
-TESTED = ("1.16", "1.13", "1.10", "1.5", "1.0", "0.29")  # all but the first by hand
+TESTED = ("1.16", "1.15", "1.13", "1.10", "1.5", "1.0", "0.29")  # 1.15 under Unsloth only; those below it by hand
+UNSLOTH = "UnslothGRPOTrainer"
+# Terms of TRL's losses that the loss of a graph has no part for, and what they are when off.
+LOSS_OFF = {
+    "beta": 0.0,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+}
 PerTurn = Callable[..., Sequence[Sequence[Any]]]
 MODEL_INPUTS = (
     "pixel_values",
@@ -46,12 +69,15 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     Args:
         credit: a `CreditGraph`, or the name of a graph.
-        objective: the loss is that of the graph, with its aggregation; `loss_type`, `epsilon` and `beta` have no
-            effect. Without it TRL's loss reads the graph's advantages.
+        objective: the loss is that of the graph, with its aggregation, times TRL's correction of vLLM's log-probs;
+            `loss_type` and `epsilon` have no effect. Without it TRL's loss reads the graph's advantages.
         turn_rewards: called as a reward function of TRL; returns for each completion the reward of each turn. Their
             sum replaces the rewards of the reward functions in the credit.
         turn_states: called alike; returns for each completion a key of the state before each turn, by default the
             tokens that the model read since its last turn.
+
+    Raises:
+        ConfigError: the graph needs what TRL does not give, or a setting of TRL has no part in the graph's loss.
     """
 
     def __init__(
@@ -71,7 +97,23 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")
         self._per_turn = {"turn_rewards": turn_rewards, "states": turn_states}
         self._given: dict[str, Any] = {}
+        self._check_unsloth(objective)
         super().__init__(*args, **kwargs)
+        off = LOSS_OFF if objective else {}
+        if hasattr(self, "compute_liger_loss"):  # until TRL 1.13 a loss of its own, of one advantage per response
+            off = {"use_liger_kernel": False} | off
+        check_off(self, off, f"graph '{self.credit.name}'", "TRL")
+
+    def _check_unsloth(self, objective: bool) -> None:
+        place = f"graph '{self.credit.name}'"
+        if trl.GRPOTrainer.__name__ == UNSLOTH and not isinstance(self, trl.GRPOTrainer):
+            raise ConfigError(f"{place}: creditgraph.adapters.trl was imported before unsloth; import unsloth first.")
+        self._left_packed = isinstance(self, trl.GRPOTrainer) and trl.GRPOTrainer.__name__ == UNSLOTH
+        if self._left_packed and objective:
+            raise ConfigError(
+                f"{place}: Unsloth computes its losses in functions of its own, so the loss cannot be the graph's. "
+                "Leave objective out (Unsloth's loss reads the graph's advantages), or train without Unsloth."
+            )
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]]
@@ -136,7 +178,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _prepare_loss(self, output: dict[str, Any]) -> None:
         """Adds log-probs of the sampling weights, and the objective's columns, to the batch, for all its steps."""
         size = self.args.per_device_train_batch_size
-        logprobs, entropies = self._score(self.model, output, size)
+        logprobs, entropies, _ = self._score(self.model, output, size)
         output["old_per_token_logps"] = logprobs
         assert self.credit_objective is not None
         inputs = loss_inputs(logprobs, logprobs, output["advantages"], _trained(output), old_entropies=entropies)
@@ -149,25 +191,35 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, column in prepared(inputs, self.credit_objective, width, all_sum).items():
             output[COLUMN + name] = column
 
-    def _score(self, model: Any, inputs: dict[str, Any], size: int | None = None) -> tuple[Tensor, Tensor]:
+    def _score(self, model: Any, inputs: dict[str, Any], size: int | None = None) -> tuple[Tensor, ...]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         further = {name: inputs[name] for name in MODEL_INPUTS if inputs.get(name) is not None}
         keep = inputs["completion_ids"].shape[1]
-        logprobs, entropies, *_ = self._get_per_token_logps_and_entropies(
+        if getattr(self, "aux_loss_enabled", False):  # a mixture of experts, from TRL 1.10 on
+            further["compute_aux_loss"] = True
+        logprobs, entropies, *aux = self._get_per_token_logps_and_entropies(
             model, ids, attention, keep, batch_size=size, compute_entropy=True, **further
         )
-        return logprobs, entropies
+        return logprobs, entropies, (aux[0] if aux and aux[0] is not None else logprobs.new_zeros(()))
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's or Unsloth's, which moves the padding of texts from the left of a prompt to the end of its row."""
+        if self._left_packed and inputs.get("pixel_values") is None and inputs.get("pixel_values_videos") is None:
+            inputs = inputs | {"advantages": _left_packed(inputs, self.processing_class.pad_token_id)}
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         settings = self.credit_objective
         if settings is None or not self.model.training:
             return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
         mask = _trained(inputs)
-        logprobs, entropies = self._score(model, inputs)
+        logprobs, entropies, aux_loss = self._score(model, inputs)
         columns = {name.removeprefix(COLUMN): value for name, value in inputs.items() if name.startswith(COLUMN)}
         given = loss_inputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"], mask, columns=columns)
         losses, metrics = token_losses(given, settings, mask.shape[1])
+        if inputs.get("importance_sampling_ratio") is not None:  # vllm_importance_sampling_correction
+            losses = losses * inputs["importance_sampling_ratio"]
         # One optimiser step: its micro-batches on all processes, whose gradients DDP averages.
         parts, ranks = self.current_gradient_accumulation_steps, self.accelerator.num_processes
         tokens = float(inputs["num_items_in_batch"]) * parts / self.args.steps_per_generation
@@ -175,8 +227,20 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, value in metrics.items():
             self._metrics["train"][f"credit/{name}"].append(value)
         self._metrics["train"]["entropy"].append(float((entropies * mask).sum() / mask.sum().clamp(min=1)))
-        total: Tensor = ranks * (losses * weight).sum()
+        total: Tensor = ranks * (losses * weight).sum() + getattr(self, "router_aux_loss_coef", 0.0) * aux_loss / parts
         return total
+
+
+def _left_packed(inputs: dict[str, Any], padding: int) -> Tensor:
+    """The advantages [N, T] in the columns [N, T + left] of Unsloth's log-probs: of the left-packed rows, the last ones
+    that hold every completion."""
+    ids, advantages = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), inputs["advantages"]
+    kept = ids != padding
+    scored = [inputs[name] for name in ("old_per_token_logps", "ref_per_token_logps") if inputs.get(name) is not None]
+    prompt = ids.shape[1] - advantages.shape[1]
+    width = scored[0].shape[1] if scored else advantages.shape[1] + int((~kept[:, :prompt]).sum(1).max())
+    order = kept.int().argsort(dim=1, descending=True, stable=True)
+    return pad(advantages, (prompt, 0)).gather(1, order)[:, -width:]
 
 
 def _trained(inputs: dict[str, Any]) -> Tensor:

@@ -1,10 +1,12 @@
-"""Trains the embedded model with TRL and a credit graph; runs in the environment .venv-trl.
+"""Trains the embedded model with TRL and a credit graph; runs in the environments .venv-trl and .venv-unsloth.
 
     python trl_train.py MODEL_DIR JOBS.json RESULTS.json
 
-JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl"}}: "turns" plays two turns with an observation
-between them, "trl" are fields of GRPOConfig, and without a graph TRL trains alone. RESULTS.json gets for each the loss
-of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages.
+JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios"}}: "turns" plays two
+turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture of experts, "ratios"
+gives a correction of vLLM's log-probs, and without a graph TRL trains alone. RESULTS.json gets for each the trainer,
+the loss of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages; or the
+error.
 """
 
 import json
@@ -13,16 +15,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+try:
+    import unsloth.models  # as on a GPU, this puts its trainer in the place of TRL's
+except ImportError:
+    unsloth = None
+
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.trl import CreditGRPOTrainer
+from creditgraph.pipeline.core.errors import ConfigError
 
 torch.set_num_threads(1)
-PROMPTS = ["<solve> 3 + 4", "<solve> 5 - 2", "<solve> 2 * 3", "<solve> 7 + 1"]
+PROMPTS = ["<solve> 3 + 4", "<solve> 5 - 2 + 1", "<solve> 2 * 3", "<solve> 7 + 1 - 2 - 3"]
 OBSERVATIONS = [[5, 6], [7]]
 
 
@@ -59,10 +67,33 @@ def two_turns(tokenizer):
     return sample
 
 
+def load(model_dir, experts):
+    if unsloth is not None:
+        return unsloth.FastLanguageModel.from_pretrained(
+            model_dir, max_seq_length=64, dtype=torch.float32, load_in_4bit=False, full_finetuning=True
+        )
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    if not experts:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), tokenizer
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.5,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
+
+
 def train(model_dir, job):
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model, tokenizer = load(model_dir, job["experts"])
     seen = {}
     further = {}
     cls = GRPOTrainer
@@ -85,7 +116,16 @@ def train(model_dir, job):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             seen["advantages"] = output["advantages"].tolist()
+            if job["ratios"]:
+                output["importance_sampling_ratio"] = 0.5 + output["completion_ids"] % 7 / 6
             return output
+
+        def _compute_loss(self, model, inputs):
+            # The condition of TRL's loss for the ratios.
+            self.use_vllm, self.vllm_importance_sampling_correction = job["ratios"], True
+            loss = super()._compute_loss(model, inputs)
+            self.use_vllm = False
+            return loss
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -100,7 +140,6 @@ def train(model_dir, job):
             lr_scheduler_type="constant",
             optim="sgd",
             max_grad_norm=0.0,
-            beta=0.0,
             bf16=False,
             use_cpu=True,
             gradient_checkpointing=False,
@@ -109,7 +148,7 @@ def train(model_dir, job):
             logging_steps=1,
             disable_tqdm=True,
             seed=3,
-            **job["trl"],
+            **({"beta": 0.0} | job["trl"]),
         )
         trainer = Watched(
             model=model,
@@ -123,6 +162,7 @@ def train(model_dir, job):
         trainer.train()
     history = trainer.state.log_history
     return {
+        "trainer": GRPOTrainer.__name__,
         "losses": [row["loss"] for row in history if "loss" in row],
         "weights": [float(p.double().sum()) for p in model.parameters()],
         "metrics": sorted({name for row in history for name in row if name.startswith("credit/")}),
@@ -131,10 +171,17 @@ def train(model_dir, job):
     }
 
 
+def trained_or_refused(model_dir, job):
+    try:
+        return train(model_dir, job)
+    except ConfigError as error:
+        return {"error": str(error)}
+
+
 def main():
     model_dir, jobs, results = sys.argv[1:4]
     jobs = json.loads(Path(jobs).read_text())
-    found = {name: train(model_dir, job) for name, job in jobs.items()}
+    found = {name: trained_or_refused(model_dir, job) for name, job in jobs.items()}
     rank = os.environ.get("RANK")
     Path(results if rank is None else f"{results}.{rank}").write_text(json.dumps(found))
 
