@@ -26,6 +26,7 @@ import torch
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
+from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
 
@@ -45,6 +46,14 @@ def algorithm(graph: str, *overrides: str) -> type:
     credit.check_given(values=False)
 
     class GraphAlgorithm(Algorithm):  # type: ignore[misc]  # its base is Any without prime-rl
+        def __init__(self, config: Any, policy_pool: Any) -> None:
+            super().__init__(config, policy_pool)
+            if getattr(config, "length_penalty", None) is not None:
+                raise ConfigError(
+                    f"graph '{credit.name}': its credit has no part for prime-rl's length_penalty; leave that out, and "
+                    "subtract what a token shall cost in the reward."
+                )
+
         async def score_group(self, episodes: list[Any]) -> None:
             traces = [trace for _, trace in iter_trainable_traces(episodes)]
             if not traces:

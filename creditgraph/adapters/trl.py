@@ -77,7 +77,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             tokens that the model read since its last turn.
 
     Raises:
-        ConfigError: the graph needs what TRL does not give, or a setting of TRL has no part in the graph's loss.
+        ConfigError: the graph needs what TRL does not give, or a setting of TRL has no part in the graph's credit or
+            loss.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._given: dict[str, Any] = {}
         self._check_unsloth(objective)
         super().__init__(*args, **kwargs)
-        off = LOSS_OFF if objective else {}
+        off = {"multi_objective_aggregation": "sum_then_normalize"} | (LOSS_OFF if objective else {})
         if hasattr(self, "compute_liger_loss"):  # until TRL 1.13 a loss of its own, of one advantage per response
             off = {"use_liger_kernel": False} | off
         check_off(self, off, f"graph '{self.credit.name}'", "TRL")

@@ -22,6 +22,7 @@ from verifiers.v1.trace import AgentInfo, Reward, TraceTask, WireTrace
 from verifiers.v1.types import AssistantMessage, UserMessage
 
 from creditgraph.adapters.prime_rl import algorithm, loss
+from creditgraph.pipeline.core.errors import ConfigError
 from tests.adapters.prime_rl_episodes import READ, REWARDS
 
 REAL = hasattr(prime_loss, "compute_loss")
@@ -70,6 +71,15 @@ def scored(name, *overrides):
     return [[node.advantages for node in episode.traces[0].nodes] for episode in made]
 
 
+def refused():
+    """What a setting of prime-rl's own algorithm gets."""
+    config = SimpleNamespace(type="grpo", action_loss_type="rl", length_penalty=SimpleNamespace())
+    try:
+        build_algorithm(config, None)
+    except ConfigError as error:
+        return str(error)
+
+
 def losses(batch):
     """prime-rl's loss of a batch of samples: by sample, in one call of its own function where its sources are there."""
     logprobs = torch.tensor(batch["logprobs"], requires_grad=True)
@@ -115,6 +125,7 @@ def main():
         out["grpo's own"] = scored("grpo's own")
     for name in ("drgrpo", "gigpo"):
         out[name] = scored(name)
+    out["refused"] = refused()
     Path(sys.argv[1]).write_text(json.dumps(out))
 
 

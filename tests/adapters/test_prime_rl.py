@@ -54,6 +54,12 @@ def test_advantages_of_each_sampled_token_equal_loops(found):
         assert given == pytest.approx([a for a, m in zip(row, trained, strict=True) if m], abs=1e-6)
 
 
+def test_a_penalty_of_lengths_is_refused(found):
+    assert found["refused"].startswith(
+        "graph 'gigpo': its credit has no part for prime-rl's length_penalty; leave that"
+    )
+
+
 def test_the_loss_of_a_batch_of_samples_equals_a_loop(found):
     batch = found["batch"]
     total, tokens = 0.0, sum(map(sum, batch["mask"]))

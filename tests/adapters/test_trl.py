@@ -38,6 +38,7 @@ JOBS = {
     "trl_ratios": {"ratios": True, "trl": {"loss_type": "grpo"}},
     "ratios": {"graph": "grpo", "overrides": AS_TRL, "objective": True, "ratios": True},
     "kl": {"graph": "grpo", "objective": True, "trl": {"beta": 0.1, "top_entropy_quantile": 0.5}},
+    "gdpo": {"graph": "grpo", "trl": {"multi_objective_aggregation": "normalize_then_sum"}},
 }
 PLAIN = {"graph": "", "overrides": [], "objective": False, "turns": False, "trl": {}, "experts": False, "ratios": False}
 
@@ -104,11 +105,12 @@ def test_advantages_equal_loops_over_what_trl_sampled(trained, name):
     torch.testing.assert_close(torch.tensor(trained[name]["logged"][-8:]), means, atol=1e-6, rtol=1e-6)
 
 
-def test_terms_of_trl_that_the_loss_of_a_graph_lacks_are_refused(trained):
+def test_what_the_credit_or_loss_of_a_graph_has_no_part_for_is_refused(trained):
     assert trained["kl"]["error"] == (
         "graph 'grpo': its credit has no part for TRL's beta=0.1 (off: 0.0), top_entropy_quantile=0.5 (off: 1.0). "
         "Switch that off."
     )
+    assert "multi_objective_aggregation='normalize_then_sum' (off: 'sum_then_normalize')" in trained["gdpo"]["error"]
 
 
 def test_the_loss_is_that_of_the_graph(trained):
