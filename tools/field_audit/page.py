@@ -13,6 +13,7 @@ TITLES = {
     "verl": "verl", "trl": "TRL", "openrlhf": "OpenRLHF", "skyrl": "SkyRL", "slime": "slime", "miles": "miles",
     "nemo_rl": "NeMo-RL", "prime_rl": "prime-rl", "areal": "AReaL", "roll": "ROLL", "rllm": "rLLM",
     "open_instruct": "open-instruct", "pipelinerl": "PipelineRL", "rlinf": "RLinf", "swift": "ms-swift",
+    "unsloth": "Unsloth",
 }  # fmt: skip
 MARKS = {"fault": "✗", "once": "✗", "choice": "○", "design": "≈"}
 

@@ -22,7 +22,7 @@ from .source import Source
 
 TRAINERS = (
     "verl", "trl", "openrlhf", "skyrl", "slime", "miles", "nemo_rl", "prime_rl", "areal", "roll", "rllm",
-    "open_instruct", "pipelinerl", "rlinf", "swift",
+    "open_instruct", "pipelinerl", "rlinf", "swift", "unsloth",
 )  # fmt: skip
 LEAST = 8  # checks that must have been evaluated before a function counts as judged
 
