@@ -211,8 +211,17 @@ class CreditGraph:
         return nodes, wire(self._learner.wires["credit"][0])
 
     def _check(self, settings: Sequence[str]) -> None:
-        """Raises ConfigError where the graph needs what no trainer gives."""
+        """Raises ConfigError where the graph needs what no trainer gives, or a setting has no effect in one."""
         place = f"graph '{self.name}'"
+        for setting in settings:
+            name, _, field = setting.partition("=")[0].lstrip("+~").partition(".")
+            idle = name not in self.nodes and any(name == node.name for node in self._graph.nodes)
+            # Another component, or other wires, may change which nodes run.
+            if idle and field.split(".")[0] not in ("use", "in", "objective"):
+                raise ConfigError(
+                    f"{place}: {setting} has no effect here: the trainer samples, rewards and learns. Set what its own "
+                    f"settings call so, or a setting of {', '.join(self.nodes)} or learner.objective."
+                )
         samplers = [node for node in self._graph.nodes if samples_rollouts(node)]
         if [node.use for node in samplers if node.use not in (*PLAIN, EPISODES)] or len(samplers) != 1:
             own = ", ".join(node.use for node in samplers)
