@@ -219,8 +219,8 @@ class CreditGraph:
             # Another component, or other wires, may change which nodes run.
             if idle and field.split(".")[0] not in ("use", "in", "objective"):
                 raise ConfigError(
-                    f"{place}: {setting} has no effect here: the trainer samples, rewards and learns by its own. "
-                    f"Expected one of {', '.join(self.nodes)} or learner.objective."
+                    f"{place}: {setting} has no effect here, where another trainer samples, rewards and learns. "
+                    f"Expected a setting of {', '.join(self.nodes)} or learner.objective."
                 )
         samplers = [node for node in self._graph.nodes if samples_rollouts(node)]
         if [node.use for node in samplers if node.use not in (*PLAIN, EPISODES)] or len(samplers) != 1:

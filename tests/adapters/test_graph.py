@@ -234,11 +234,11 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
         (["gipgo"], r"no graph 'gipgo'; expected one of .* Did you mean 'gigpo'\?"),
         (
             ["grpo", "sampler.group_size=4"],
-            "graph 'grpo': sampler.group_size=4 has no effect here: the trainer samples, rewards and learns by its own",
+            "graph 'grpo': sampler.group_size=4 has no effect here, where another trainer samples, rewards and learns",
         ),
         (
             ["grpo", "learner.minibatches=4"],
-            r"learner.minibatches=4 has no effect .* Expected one of advantage or learner",
+            r"learner.minibatches=4 has no effect .* Expected a setting of advantage or learner",
         ),
         (["srpo"], r"graph 'srpo': it samples responses of its own \(sampler.failures, expander.reset\)"),
         (["rredcot"], r"node 'value' scores texts with the policy; pass policy=EndpointPolicy"),

@@ -36,10 +36,26 @@ def test_weights_come_from_shards(tmp_path):
     assert not replay.notes
 
 
-@pytest.mark.slow
-def test_weights_that_are_made_of_others_are_computed_again(tmp_path, capsys):
+def trained(folder, recipe):
+    """A short run of a recipe, with everything recorded."""
     small = ["prompts.batch=2", "sampler.group_size=2", "evaluator.every=0", "evaluator.num_problems=4"]
     small += ["run.iterations=2", "run.record.every=1", "run.checkpoint.every=1", "run.device=cpu"]
-    assert main(["train", "recipe=toy_sdpo", f"run.root={tmp_path}", "run.name=r", *small]) == 0
-    assert main(["replay", str(tmp_path / "r"), "--iteration", "1", "--node", "advantage"]) == 0
+    assert main(["train", f"recipe={recipe}", f"run.root={folder}", "run.name=r", *small]) == 0
+    return ["replay", str(folder / "r"), "--iteration", "1", "--node", "advantage"]
+
+
+@pytest.mark.slow
+def test_weights_that_are_made_of_others_are_computed_again(tmp_path, capsys):
+    assert main(trained(tmp_path, "toy_sdpo")) == 0
     assert "advantage.credit: the same bits as recorded" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_credit_of_turns_is_computed_again(tmp_path, capsys):
+    replay = trained(tmp_path, "toy_gigpo_thoughts")
+    assert main(replay) == 0
+    assert "advantage.credit: the same bits as recorded" in capsys.readouterr().out
+    assert main([*replay, "-s", "normalize=mean"]) == 0
+    printed = capsys.readouterr().out
+    assert "the same bits" not in printed
+    assert "values in 18 rows differ" in printed
