@@ -50,8 +50,8 @@ def algorithm(graph: str, *overrides: str) -> type:
             super().__init__(config, policy_pool)
             if getattr(config, "length_penalty", None) is not None:
                 raise ConfigError(
-                    f"graph '{credit.name}': its credit has no part for prime-rl's length_penalty; leave that out, and "
-                    "subtract what a token shall cost in the reward."
+                    f"graph '{credit.name}': its credit has no part for prime-rl's length_penalty; leave that out, or "
+                    "make the length a part of the reward."
                 )
 
         async def score_group(self, episodes: list[Any]) -> None:

@@ -37,7 +37,7 @@ from creditgraph.adapters.rows import Rollouts, log_means
 from creditgraph.pipeline.core.errors import ConfigError
 
 TESTED = ("1.16", "1.15", "1.13", "1.10", "1.5", "1.0", "0.29")  # 1.15 under Unsloth only; those below it by hand
-UNSLOTH = "UnslothGRPOTrainer"
+UNSLOTH, TESTED_UNSLOTH = "UnslothGRPOTrainer", ("2026.10",)
 # Terms of TRL's losses that the loss of a graph has no part for, and what they are when off.
 LOSS_OFF = {
     "beta": 0.0,
@@ -98,7 +98,9 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")
         self._per_turn = {"turn_rewards": turn_rewards, "states": turn_states}
         self._given: dict[str, Any] = {}
-        self._check_unsloth(objective)
+        self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
+        if self._unsloth:
+            self._check_unsloth(objective)
         super().__init__(*args, **kwargs)
         off = {"multi_objective_aggregation": "sum_then_normalize"} | (LOSS_OFF if objective else {})
         if hasattr(self, "compute_liger_loss"):  # until TRL 1.13 a loss of its own, of one advantage per response
@@ -106,11 +108,11 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_off(self, off, f"graph '{self.credit.name}'", "TRL")
 
     def _check_unsloth(self, objective: bool) -> None:
+        check_version("unsloth", TESTED_UNSLOTH)
         place = f"graph '{self.credit.name}'"
-        if trl.GRPOTrainer.__name__ == UNSLOTH and not isinstance(self, trl.GRPOTrainer):
+        if not isinstance(self, trl.GRPOTrainer):
             raise ConfigError(f"{place}: creditgraph.adapters.trl was imported before unsloth; import unsloth first.")
-        self._left_packed = isinstance(self, trl.GRPOTrainer) and trl.GRPOTrainer.__name__ == UNSLOTH
-        if self._left_packed and objective:
+        if objective:
             raise ConfigError(
                 f"{place}: Unsloth computes its losses in functions of its own, so the loss cannot be the graph's. "
                 "Leave objective out (Unsloth's loss reads the graph's advantages), or train without Unsloth."
@@ -193,6 +195,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output[COLUMN + name] = column
 
     def _score(self, model: Any, inputs: dict[str, Any], size: int | None = None) -> tuple[Tensor, ...]:
+        """Log-probs and entropies of the completions, both [N, T], and the router loss, 0 without experts."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         further = {name: inputs[name] for name in MODEL_INPUTS if inputs.get(name) is not None}
@@ -206,7 +209,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """TRL's or Unsloth's, which moves the padding of texts from the left of a prompt to the end of its row."""
-        if self._left_packed and inputs.get("pixel_values") is None and inputs.get("pixel_values_videos") is None:
+        if self._unsloth and inputs.get("pixel_values") is None and inputs.get("pixel_values_videos") is None:
             inputs = inputs | {"advantages": _left_packed(inputs, self.processing_class.pad_token_id)}
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
 

@@ -12,7 +12,9 @@ from tests.adapters.test_trl import JOBS, train
 PYTHON = ROOT.parent / ".venv-unsloth/bin/python"
 TRL = ROOT.parent / ".venv-trl/bin/python"
 pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="no Unsloth: tools/other_environment unsloth"),
+    pytest.mark.skipif(
+        not (PYTHON.exists() and TRL.exists()), reason="no Unsloth or no TRL: tools/other_environment unsloth, or trl"
+    ),
     pytest.mark.xdist_group("unsloth"),
     pytest.mark.slow,
 ]

@@ -117,6 +117,31 @@ def without_critic(advantages_of: Function) -> Function:
     return call
 
 
+def with_bounds(loss_of: Function) -> Function:
+    """The audit's columns and clip settings, of a loss of log-probs, old ones, advantages, mask and both bounds."""
+
+    def call(
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        epsilon_low: float,
+        epsilon_high: float,
+    ) -> Any:
+        return loss_of(logprobs, old_logprobs, advantages, mask, epsilon_low, epsilon_high)
+
+    return call
+
+
+def without_bounds(loss_of: Function, high: float = 0.28) -> Function:
+    """The same loss at fixed bounds, for kinds that do not clip."""
+
+    def call(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
+        return loss_of(logprobs, old_logprobs, advantages, mask, 0.2, high)
+
+    return call
+
+
 class Config(dict):  # type: ignore[type-arg]
     """A configuration that is read by attribute, by key and by `get`."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entry import Function, Table
+from .entry import Function, Table, with_bounds, without_bounds
 from .source import Source
 
 ADV = "swift.rl_core.advantage"
@@ -89,20 +89,7 @@ def _loss(kind: str, level: str = "token", clip: bool = True, label: str = "", *
             )
             return _first_loss(found, SimpleNamespace(**options | more), rows)
 
-        def clipped(
-            logprobs: Tensor,
-            old_logprobs: Tensor,
-            advantages: Tensor,
-            mask: Tensor,
-            epsilon_low: float,
-            epsilon_high: float,
-        ) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, epsilon_low, epsilon_high)
-
-        def plain(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, 0.2, 0.28)
-
-        return clipped if clip else plain
+        return with_bounds(loss_of) if clip else without_bounds(loss_of)
 
 
 def _first_loss(found: Function, trainer: Any, rows: Any) -> Any:

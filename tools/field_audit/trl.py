@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .entry import Function, Table
+from .entry import Function, Table, with_bounds, without_bounds
 from .source import Source
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
@@ -133,20 +133,7 @@ def _loss(
             options = {"loss_type": kind, "epsilon_low": low, "epsilon_high": high, "get_gamma_weights": weights}
             return found(_trainer(logprobs, mask, **options | more), None, inputs)
 
-        def clipped(
-            logprobs: Tensor,
-            old_logprobs: Tensor,
-            advantages: Tensor,
-            mask: Tensor,
-            epsilon_low: float,
-            epsilon_high: float,
-        ) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, epsilon_low, epsilon_high)
-
-        def plain(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, 0.2, 5.0 if kind == "cispo" else 0.28)
-
-        return clipped if clip else plain
+        return with_bounds(loss_of) if clip else without_bounds(loss_of, 5.0 if kind == "cispo" else 0.28)
 
 
 for _kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):

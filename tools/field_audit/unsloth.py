@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .entry import Function, Table
+from .entry import Function, Table, with_bounds, without_bounds
 
 table = Table("unsloth_zoo", "unslothai/unsloth-zoo", left_out={})
 
@@ -24,20 +24,7 @@ def _loss(kind: str, label: str = "", clip: bool = True, **more: Any) -> None:
             given = {"epsilon_low": low, "epsilon_high": high, "num_items_in_batch": mask.sum()}
             return found(None, logprobs, old, None, mask.long(), mask, 0.0, advantages, **settings, **given)[0]
 
-        def clipped(
-            logprobs: Tensor,
-            old_logprobs: Tensor,
-            advantages: Tensor,
-            mask: Tensor,
-            epsilon_low: float,
-            epsilon_high: float,
-        ) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, epsilon_low, epsilon_high)
-
-        def plain(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Any:
-            return loss_of(logprobs, old_logprobs, advantages, mask, 0.2, 5.0 if kind == "cispo" else 0.28)
-
-        return clipped if clip else plain
+        return with_bounds(loss_of) if clip else without_bounds(loss_of, 5.0 if kind == "cispo" else 0.28)
 
 
 for _kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
