@@ -74,6 +74,7 @@ def _loss(kind: str, level: str = "token", clip: bool = True, label: str = "", *
                 "args": SimpleNamespace(delta=None, log_entropy=False, top_entropy_quantile=1.0),
                 "accelerator": SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x, gather=lambda x: x),
                 "num_generations": 3, "disable_rollout_importance_sampling": True, "use_gym_env": False,
+                "chord_sft_iterator": None,
                 "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, None),
                 "_undo_gradient_accumulation_scaling": lambda loss: loss,
             }  # fmt: skip
