@@ -23,9 +23,8 @@ import torch
 
 from creditgraph.adapters.estimator import Loss, check_version, on_import
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import Rollouts
+from creditgraph.adapters.rows import Rollouts, stacked
 from creditgraph.pipeline.core.errors import ConfigError
-from creditgraph.pipeline.core.jagged import Jagged
 
 logger = logging.getLogger("creditgraph")
 TESTED = ("0.11.2",)
@@ -82,13 +81,13 @@ def _credit(module: Any, *graph: str) -> None:
             values = [experience.values for experience in experiences]
             rows = self.credit(
                 Rollouts(
-                    mask=_stacked([experience.action_mask for experience in experiences]),
-                    rewards=_stacked(rewards),
+                    mask=stacked([experience.action_mask for experience in experiences]),
+                    rewards=stacked(rewards),
                     # As OpenRLHF groups them: in the order in which they were sampled.
                     group=[i // self.args.rollout.n_samples_per_prompt for e in experiences for i in e.index],
                     # A place of a mask is that of the token after it.
-                    tokens=_stacked([experience.sequences[:, 1:] for experience in experiences]),
-                    values=None if values[0] is None else _stacked(values),
+                    tokens=stacked([experience.sequences[:, 1:] for experience in experiences]),
+                    values=None if values[0] is None else stacked(values),
                 )
             )
             parts = torch.split(rows, [len(experience.index) for experience in experiences])
@@ -98,11 +97,6 @@ def _credit(module: Any, *graph: str) -> None:
             return experiences
 
     module.RemoteExperienceMaker = CreditMaker
-
-
-def _stacked(parts: list[Any]) -> Any:
-    """[N, T] of parts [n, t], padded on the right."""
-    return Jagged.from_rows([row for part in parts for row in part]).to_padded()
 
 
 def _loss(module: Any, *graph: str) -> None:

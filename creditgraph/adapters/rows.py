@@ -293,6 +293,11 @@ def prompts_of(rollouts: Rollouts, group: Tensor) -> Prompts:
     )
 
 
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """[N, T] of parts [n, t], padded on the right."""
+    return Jagged.from_rows([row for part in parts for row in part]).to_padded()
+
+
 def log_means(log: MutableSequence[float], advantages: Tensor, trained: Tensor) -> None:
     """Puts the mean advantage of each response's tokens in the place of the last rows of a trainer's table."""
     means = (advantages.sum(1) / trained.sum(1).clamp(min=1)).tolist()

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("installed")]
 
 # Modules of an extra; all others are imported with the core alone.
 OF_EXTRAS = (
+    "creditgraph.adapters.areal",
     "creditgraph.adapters.skyrl",  # each needs the trainer that it is for
     "creditgraph.adapters.swift",
     "creditgraph.adapters.tinker",
