@@ -10,7 +10,8 @@ verl passes rewards, masks and uids to an estimator. So the functions of its tra
 read the values of its critic (`critic.enable=true`) and, where they compare what turns have read, the token ids.
 
 An agent loop may give several outputs per session. verl shows them to an estimator as responses of their own, each with
-the score of the last; a graph gets them as the steps of an episode with that score once.
+the score of the last; a graph gets them as the steps of an episode with that score once. So it is with the requests of
+an agent under Agent Lightning.
 """
 
 import functools
@@ -74,7 +75,10 @@ def in_place_of(step: Callable[..., Any]) -> Callable[..., Any]:
             width = data.batch["prompts"].shape[1]
             rows = zip(data.batch["prompts"], data.batch["attention_mask"][:, :width], strict=True)
             prompts = [row[mask != 0].tolist() for row, mask in rows]
-        return _credited(data, estimator, given.get("config"), data.batch.get("responses"), prompts)
+        # Agent Lightning's trainer, verl's with rows that are single requests, says here whose they are.
+        of_rollouts = data.non_tensor_batch.get("rollout_id_list", ())
+        outputs = [(str(rollout), i) for i, rollout in enumerate(of_rollouts)]
+        return _credited(data, estimator, given.get("config"), data.batch.get("responses"), prompts, outputs)
 
     return stepped
 
@@ -96,21 +100,22 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
             )
             prompts = [row.tolist() for row in found["prompts"].unbind()]
             tokens = Jagged.from_rows([row.tolist() for row in found["responses"].unbind()], torch.int64).to_padded()
-        return _credited(data, estimator, given.get("config"), tokens, prompts, batch_keys)
+        named = [key.rsplit("_", 1) for key in batch_keys]  # uid_session, place of the output in it
+        outputs = [(session, int(place)) for session, place in named]
+        return _credited(data, estimator, given.get("config"), tokens, prompts, outputs)
 
     return stepped
 
 
 def _credited(
-    data: Any, estimator: Estimator, config: Any, tokens: Any, prompts: Any, keys: Sequence[str] | None = None
+    data: Any, estimator: Estimator, config: Any, tokens: Any, prompts: Any, outputs: Sequence[tuple[str, int]]
 ) -> Any:
-    """verl's batch with the advantages of a graph; `keys` say which outputs belong to a session."""
+    """verl's batch with the advantages of a graph; `outputs` are the session of each row and its place there, if any."""
     scores, mask, uid = data.batch["token_level_rewards"], data.batch["response_mask"], data.non_tensor_batch.get("uid")
-    outputs = [key.rsplit("_", 1) for key in keys or ()]  # uid_session, place of the output in it
     sessions: list[str] | None = None
     order = list(range(len(mask)))
     if len({session for session, _ in outputs}) < len(outputs):
-        order.sort(key=lambda i: (outputs[i][0], int(outputs[i][1])))
+        order.sort(key=lambda i: outputs[i])
         sessions = [outputs[i][0] for i in order]
         last = torch.tensor([one != other for one, other in pairwise([*sessions, None])])[:, None]
         # verl copies the score of the last output to the others; what is not a score, as a KL in the reward, is theirs.

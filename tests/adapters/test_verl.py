@@ -123,18 +123,19 @@ def test_estimators_equal_loops(found, batch):
     )
 
 
-def test_the_outputs_of_a_session_are_steps_of_one_response_with_one_score(found):
+@pytest.mark.parametrize("of", ["sessions", "rollouts"])  # of verl, and of Agent Lightning
+def test_the_outputs_of_a_session_are_steps_of_one_response_with_one_score(found, of):
     _, places, rewards = outputs()
     for i, runs in enumerate(slow.turns(MASK)):
         rewards[i, runs[1][1] - 1] += sum(REWARDS[i])
     for name in ("grpo", "gigpo"):
         rollouts = Rollouts(mask=torch.tensor(MASK), rewards=rewards, group=UID, tokens=torch.tensor(TOKENS))
         expected = CreditGraph(name)(rollouts)
-        for row, (i, begin, end) in zip(found[f"sessions creditgraph:{name}"], places, strict=True):
+        for row, (i, begin, end) in zip(found[f"{of} creditgraph:{name}"], places, strict=True):
             torch.testing.assert_close(torch.tensor(row[: end - begin]), expected[i, begin:end], atol=1e-6, rtol=1e-6)
             assert not any(row[end - begin :])
-    # verl's own reads the last output alone, whose penalty is not all of it.
-    assert found["sessions grpo"] != found["sessions creditgraph:grpo"]
+    # verl's own reads the last output alone, whose penalty is not all of it; or each output as a response.
+    assert found[f"{of} grpo"] != found[f"{of} creditgraph:grpo"]
 
 
 def test_the_batch_of_a_trainer_has_token_ids_and_values_too(found, batch):

@@ -54,6 +54,23 @@ def of_queue(name, keys):
     return {column: [row.tolist() for row in found[column].unbind()] for column in names}
 
 
+def of_rollouts(columns, name):
+    """The step of Agent Lightning's trainer, whose rows are the requests of rollouts, in order; advantages of `columns`."""
+    order = sorted(range(len(columns["keys"])), key=lambda i: columns["keys"][i])
+    names = ("token_level_rewards", "token_level_scores", "response_mask", "responses")
+    tensors = {name: torch.tensor(columns[name])[order] for name in names}
+    prompts = [columns["prompts"][i] for i in order]
+    width = max(map(len, prompts))
+    tensors["prompts"] = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
+    tensors["attention_mask"] = torch.tensor([[0] * (width - len(row)) + [1] * (len(row) + 7) for row in prompts])
+    others = {"uid": columns["uid"], "rollout_id_list": [key.rsplit("_", 1)[0] for key in columns["keys"]]}
+    data = DataProto.from_dict(
+        tensors=tensors, non_tensors={k: np.array([v[i] for i in order], dtype=object) for k, v in others.items()}
+    )
+    advantages = compute_advantage(data, name, config=AlgoConfig()).batch["advantages"]
+    return advantages[torch.tensor(order).argsort()].tolist()
+
+
 def main():
     start_ray(cpus=8)
     transfer_queue.init()
@@ -92,6 +109,7 @@ def main():
             data, batch_keys=parts, adv_estimator=name, config=AlgoConfig()
         )
         out[f"sessions {name}"] = data.batch["advantages"].tolist()
+        out[f"rollouts {name}"] = of_rollouts(sessions, name)
     given = {name: torch.tensor(batch[name]) for name in ("old_log_prob", "log_prob", "advantages")}
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4)
     for name in ("creditgraph:grpo", "creditgraph:p_trace", "creditgraph:s_trace", "vanilla"):
