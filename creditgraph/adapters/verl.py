@@ -110,7 +110,7 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
 def _credited(
     data: Any, estimator: Estimator, config: Any, tokens: Any, prompts: Any, outputs: Sequence[tuple[str, int]]
 ) -> Any:
-    """verl's batch with the advantages of a graph; `outputs` are the session of each row and its place there, if any."""
+    """verl's batch with the advantages of a graph; `outputs` are the session of each row and its place in it."""
     scores, mask, uid = data.batch["token_level_rewards"], data.batch["response_mask"], data.non_tensor_batch.get("uid")
     sessions: list[str] | None = None
     order = list(range(len(mask)))

@@ -55,7 +55,7 @@ def of_queue(name, keys):
 
 
 def of_rollouts(columns, name):
-    """The step of Agent Lightning's trainer, whose rows are the requests of rollouts, in order; advantages of `columns`."""
+    """Advantages of columns by the step of Agent Lightning's trainer, whose rows are requests of rollouts, in order."""
     order = sorted(range(len(columns["keys"])), key=lambda i: columns["keys"][i])
     names = ("token_level_rewards", "token_level_scores", "response_mask", "responses")
     tensors = {name: torch.tensor(columns[name])[order] for name in names}
