@@ -49,7 +49,12 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
     def _check(self, config: Any) -> None:
         """Raises ConfigError for settings with which the graph would credit something else than it seems to."""
         place = f"graph '{self.credit.name}'"
-        check_off(config.actor, {"reward_norm": None, "adv_norm": None}, place, "AReaL")
+        off = {
+            "reward_norm": None,
+            "adv_norm": None,
+            "importance_sampling_level": "token",
+        }  # "sequence" averages credit
+        check_off(config.actor, off, place, "AReaL")
         if config.actor.kl_ctl > 0 and config.ref is None:
             raise ConfigError(
                 f"{place}: actor.kl_ctl is {config.actor.kl_ctl:g} and there is no model `ref`, so AReaL adds that "

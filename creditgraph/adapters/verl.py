@@ -22,10 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, agg_loss, register_adv_est, register_policy_loss
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    agg_loss,
+    register_adv_est,
+    register_policy_loss,
+)
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
+from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
 TESTED = ("0.9", "0.8", "0.7")  # the older ones by hand
@@ -136,6 +143,25 @@ def _credited(
     return data
 
 
+def of_whole_responses(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's loss `geo_mean`, which averages the advantages of a response; refused where they differ within one."""
+
+    @functools.wraps(loss)
+    def checked(
+        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *args: Any, **given: Any
+    ) -> Any:
+        mask = response_mask != 0
+        lowest, highest = advantages.where(mask, torch.inf).amin(1), advantages.where(mask, -torch.inf).amax(1)
+        if (highest > lowest).any():
+            raise ConfigError(
+                "verl: loss_mode=geo_mean averages the advantages of a response, so credit within it would be lost; "
+                "choose another loss_mode."
+            )
+        return loss(old_log_prob, log_prob, advantages, response_mask, *args, **given)
+
+    return checked
+
+
 def _wrap(function: str, wrapper: Callable[..., Any], modules: Sequence[str]) -> None:
     """In the module that has a function, when it is imported, and in those that have taken it from there."""
 
@@ -155,6 +181,7 @@ _wrap(
     (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils", "verl.experimental.separation.ray_trainer"),
 )
 _wrap("compute_advantage_for_multi_trajectories", by_sessions, (f"{TRAINER}.v1.utils", f"{TRAINER}.v1.trainer_base"))
+POLICY_LOSS_REGISTRY["geo_mean"] = of_whole_responses(POLICY_LOSS_REGISTRY["geo_mean"])
 check_version("verl", TESTED)
 for _graph in graph_names():
     register(_graph)

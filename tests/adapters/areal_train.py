@@ -165,7 +165,10 @@ def main(model, folder):
         trainer.credit, trainer.rollout.sizes = CreditGraph("gigpo", "advantage.omega=0.5"), [3, 5, 4, 2]
         results["gigpo"] = step(trainer)
         results["agent"] = refused(lambda: trainer.train(lambda data: None))
-    for name, actor in (("norms", {"reward_norm": centred, "adv_norm": centred}), ("kl", {"kl_ctl": 0.1})):
+    for name, actor in (
+        ("norms", {"reward_norm": centred, "adv_norm": centred, "importance_sampling_level": "sequence"}),
+        ("kl", {"kl_ctl": 0.1}),
+    ):
         other = config_of(model, folder, name, **actor)
         results[name] = refused(lambda other=other: CreditPPOTrainer(other, data, credit="grpo"))
     results["critic"] = refused(lambda: CreditPPOTrainer(config, data, credit="ppo"))

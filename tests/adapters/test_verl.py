@@ -168,6 +168,8 @@ def test_what_a_graph_credits_in_verl_is_recorded_with_its_tokens(found):
 def test_a_graph_that_cannot_run_here_says_so(found):
     assert found["creditgraph:srpo"].startswith("ConfigError: graph 'srpo': it samples responses of its own")
     assert "its loss needs entropies" in found["creditgraph:s_trace token-mean"]
+    assert "geo_mean averages the advantages of a response" in found["geo_mean token-mean"]
+    assert found["geo_mean of rows"] != 0.0
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])

@@ -112,7 +112,7 @@ def main():
         out[f"rollouts {name}"] = of_rollouts(sessions, name)
     given = {name: torch.tensor(batch[name]) for name in ("old_log_prob", "log_prob", "advantages")}
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4)
-    for name in ("creditgraph:grpo", "creditgraph:p_trace", "creditgraph:s_trace", "vanilla"):
+    for name in ("creditgraph:grpo", "creditgraph:p_trace", "creditgraph:s_trace", "vanilla", "geo_mean"):
         for mode in ("token-mean", "seq-mean-token-mean"):
             logprobs = given["log_prob"].clone().requires_grad_()
             arguments = given | {"log_prob": logprobs, "response_mask": tensors["response_mask"].bool()}
@@ -122,6 +122,8 @@ def main():
                 out[f"{name} {mode}"] = [loss.item(), logprobs.grad.tolist(), sorted(metrics)]
             except Exception as error:
                 out[f"{name} {mode}"] = f"{type(error).__name__}: {error}"
+    whole = given | {"advantages": given["advantages"][:, :1].expand(-1, 7), "response_mask": tensors["response_mask"]}
+    out["geo_mean of rows"] = get_policy_loss_fn("geo_mean")(**whole, config=config)[0].item()
     Path(sys.argv[2]).write_text(json.dumps(out))
 
 
