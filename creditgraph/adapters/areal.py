@@ -49,11 +49,8 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
     def _check(self, config: Any) -> None:
         """Raises ConfigError for settings with which the graph would credit something else than it seems to."""
         place = f"graph '{self.credit.name}'"
-        off = {
-            "reward_norm": None,
-            "adv_norm": None,
-            "importance_sampling_level": "token",
-        }  # "sequence" averages credit
+        # By the level "sequence" AReaL's loss averages the advantages of a row.
+        off = {"reward_norm": None, "adv_norm": None, "importance_sampling_level": "token"}
         check_off(config.actor, off, place, "AReaL")
         if config.actor.kl_ctl > 0 and config.ref is None:
             raise ConfigError(

@@ -70,6 +70,11 @@ class WithoutServers:
 
     sizes = SIZES
 
+    def _init_scheduler(self):
+        scheduler = super()._init_scheduler()
+        scheduler.startup_timeout = 200.0  # workers import for 20 s and more on a busy machine; AReaL waits 30 s
+        return scheduler
+
     def _init_rollout(self, *args, **kwargs):
         return Rows(self.sizes)
 
