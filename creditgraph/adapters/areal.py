@@ -49,9 +49,7 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
     def _check(self, config: Any) -> None:
         """Raises ConfigError for settings with which the graph would credit something else than it seems to."""
         place = f"graph '{self.credit.name}'"
-        # By the level "sequence" AReaL's loss averages the advantages of a row.
-        off = {"reward_norm": None, "adv_norm": None, "importance_sampling_level": "token"}
-        check_off(config.actor, off, place, "AReaL")
+        check_off(config.actor, {"reward_norm": None, "adv_norm": None}, place, "AReaL")
         if config.actor.kl_ctl > 0 and config.ref is None:
             raise ConfigError(
                 f"{place}: actor.kl_ctl is {config.actor.kl_ctl:g} and there is no model `ref`, so AReaL adds that "
@@ -85,6 +83,7 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
         """The batch, a group per item, with the graph's advantages; their places are those of the loss mask."""
         groups = RTensor.localize([{k: x for k, x in item.items() if k in READ} for item in batch])
         sizes = [len(group["loss_mask"]) for group in groups]
+        level = self.config.actor.importance_sampling_level
         rows = self.credit(
             Rollouts(
                 mask=stacked([group["loss_mask"] for group in groups]),
@@ -93,7 +92,8 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
                 # A place of the loss mask is that of the token after it.
                 tokens=stacked([group["input_ids"].roll(-1, 1) for group in groups]),
                 values=stacked([group["values"] for group in groups]) if "values" in groups[0] else None,
-            )
+            ),
+            by_response="importance_sampling_level=sequence" if level == "sequence" else "",
         )
         # The trainer clears what is in the batch at the end of a step, so what leaves it is cleared now.
         engine.clear_batches([item["advantages"] for item in batch])

@@ -14,6 +14,7 @@ from creditgraph.adapters.record import OPTION, Record
 from creditgraph.adapters.rows import (
     Rollouts,
     Spans,
+    differs_within,
     places_of_groups,
     prompts_of,
     rewards_of,
@@ -141,15 +142,28 @@ class CreditGraph:
         """Whether token ids have a part in it: texts, states of turns, or a record."""
         return self.turns or self._record is not None or self._reads_text()
 
-    def __call__(self, rollouts: Rollouts, record: bool = True) -> Tensor:
+    def __call__(self, rollouts: Rollouts, record: bool = True, by_response: str = "") -> Tensor:
         """Advantages, float32 [N, T] on the device of the mask; 0 where a token is not trained on.
 
-        With `record` they are written, if the graph was given a file. Raises DataError where the rollouts lack what a
-        node reads.
+        Args:
+            rollouts: a batch.
+            record: write it with its advantages, if the graph was given a file.
+            by_response: the setting of the trainer by which its loss has one ratio per response, if it has. Such a
+                loss moves all tokens of a response by the mean of their advantages.
+
+        Raises:
+            DataError: the rollouts lack what a node reads.
+            ConfigError: `by_response` is given, and tokens of a response have several advantages.
         """
         credit, spans = self.credit(rollouts)
         kept = credit.advantage.with_values(credit.advantage.values.where(credit.mask.values, 0.0))
         advantages = spans.scatter(kept, rollouts.trained).where(rollouts.trained, 0.0)
+        if by_response and differs_within(advantages, rollouts.trained):
+            raise ConfigError(
+                f"graph '{self.name}': its credit differs within responses, but with {by_response} the trainer's loss "
+                "moves all tokens of a response alike, by the mean of their advantages. Choose a ratio per token, or a "
+                "graph that credits whole responses."
+            )
         if record:
             self.record(rollouts, advantages)
         return advantages.to(rollouts.mask.device)

@@ -105,6 +105,13 @@ def check_off(trainer: object, off: dict[str, Any], place: str, name: str, more:
         raise ConfigError(f"{place}: its credit has no part for {name}'s {', '.join(on)}. Switch that off.")
 
 
+def ratio_per_response(trainer: Any) -> str:
+    """The setting by which a loss of TRL or ms-swift moves all tokens of a response alike; "" without it."""
+    # CISPO's ratio has no gradient.
+    alike = trainer.importance_sampling_level == "sequence" and trainer.loss_type != "cispo"
+    return "importance_sampling_level=sequence" if alike else ""
+
+
 def check_by_parts(settings: ObjectiveSettings, place: str) -> None:
     """Raises ConfigError for an objective that needs the whole batch, where a hook is called with parts of it."""
     if settings.entropy_mask.keep < 1 or settings.kl.coefficient:

@@ -24,6 +24,8 @@ from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError
 
+SEQUENCE_LEVEL = "sequence_level_importance_ratios"
+
 
 class Estimator:
     """A graph in the place of NeMo-RL's estimator "grpo"."""
@@ -34,6 +36,7 @@ class Estimator:
             raise ConfigError("NeMo-RL: no graph is chosen; set grpo.adv_estimator.graph, to grpo or another graph.")
         self.credit = CreditGraph(graph, *settings_of(getattr(estimator_config, "overrides", None)))
         self.credit.check_given(values=False)
+        self.by_response = getattr(loss_config, SEQUENCE_LEVEL, False)
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Any, **given: Any
@@ -55,4 +58,5 @@ class Estimator:
                 ids = torch.cat([message["token_ids"] for message in messages])
                 row[: len(ids)] = ids
         group = [tuple(row) for row in prompt_ids.tolist()]
-        return self.credit(Rollouts(mask=mask, rewards=rewards, group=group, tokens=tokens))
+        rollouts = Rollouts(mask=mask, rewards=rewards, group=group, tokens=tokens)
+        return self.credit(rollouts, by_response=f"{SEQUENCE_LEVEL}=true" if self.by_response else "")

@@ -88,7 +88,8 @@ def _credit(module: Any, *graph: str) -> None:
                     # A place of a mask is that of the token after it.
                     tokens=stacked([experience.sequences[:, 1:] for experience in experiences]),
                     values=None if values[0] is None else stacked(values),
-                )
+                ),
+                by_response="policy_loss_type=gspo" if self.args.actor.policy_loss_type == "gspo" else "",
             )
             parts = torch.split(rows, [len(experience.index) for experience in experiences])
             for experience, part in zip(experiences, parts, strict=True):

@@ -293,6 +293,12 @@ def prompts_of(rollouts: Rollouts, group: Tensor) -> Prompts:
     )
 
 
+def differs_within(advantages: Tensor, trained: Tensor) -> bool:
+    """Whether tokens of one row have several advantages; both [N, T], `trained` bool."""
+    highest, lowest = advantages.where(trained, -torch.inf).amax(1), advantages.where(trained, torch.inf).amin(1)
+    return bool((highest > lowest).any())
+
+
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """[N, T] of parts [n, t], padded on the right."""
     return Jagged.from_rows([row for part in parts for row in part]).to_padded()

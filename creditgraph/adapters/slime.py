@@ -76,7 +76,8 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
         tokens=Jagged.from_rows([s.tokens[b:] for s, b in zip(samples, begins, strict=True)], torch.int64).to_padded(),
         prompts=[s.tokens[:b] for s, b in zip(samples, begins, strict=True)],
     )
-    rows = _graph(*_chosen(args))(rollouts)
+    by_response = args.advantage_estimator == "gspo" and args.loss_type == "policy_loss"
+    rows = _graph(*_chosen(args))(rollouts, by_response="advantage_estimator=gspo" if by_response else "")
     return raw, [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 

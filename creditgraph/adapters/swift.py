@@ -24,7 +24,15 @@ from torch.nn.functional import pad
 
 from creditgraph.adapters.estimator import check_version
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.loss import check_by_steps, check_off, loss_inputs, loss_weights, prepared, token_losses
+from creditgraph.adapters.loss import (
+    check_by_steps,
+    check_off,
+    loss_inputs,
+    loss_weights,
+    prepared,
+    ratio_per_response,
+    token_losses,
+)
 from creditgraph.adapters.rows import Rollouts, log_means
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.pipeline.core.errors import ConfigError, DataError
@@ -83,7 +91,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._postprocess_batch(samples, batch_encoded_inputs)  # its metrics are those of the rewards
         mode = "train" if self.model.training else "eval"
         rollouts = self._rollouts(samples, self.num_generations if mode == "train" else self.num_generations_eval)
-        advantages = self.credit(rollouts, record=mode == "train")
+        by_response = ratio_per_response(self) if self.credit_objective is None else ""
+        advantages = self.credit(rollouts, record=mode == "train", by_response=by_response)
         first = self.accelerator.process_index * len(samples)
         rows = {id(s): (rollouts.trained[first + i], advantages[first + i]) for i, s in enumerate(samples)}
         for chunk, encoded in zip(self.split_by_mini_batches(samples), batch_encoded_inputs, strict=True):

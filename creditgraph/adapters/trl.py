@@ -31,6 +31,7 @@ from creditgraph.adapters.loss import (
     loss_inputs,
     loss_weights,
     prepared,
+    ratio_per_response,
     token_losses,
 )
 from creditgraph.adapters.rows import Rollouts, log_means
@@ -134,7 +135,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mode = "train" if self.model.training else "eval"
         size = self.num_generations if mode == "train" else self.num_generations_eval
         rollouts = self._rollouts(output, size)
-        advantages = self.credit(rollouts, record=mode == "train")
+        by_response = ratio_per_response(self) if self.credit_objective is None else ""
+        advantages = self.credit(rollouts, record=mode == "train", by_response=by_response)
         local = len(output["completion_ids"])
         first = self.accelerator.process_index * local
         mine = advantages[first : first + local, : output["completion_ids"].shape[1]]

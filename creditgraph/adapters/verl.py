@@ -32,6 +32,7 @@ from verl.trainer.ppo.core_algos import (
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
+from creditgraph.adapters.rows import differs_within
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
@@ -150,9 +151,7 @@ def of_whole_responses(loss: Callable[..., Any]) -> Callable[..., Any]:
     def checked(
         old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *args: Any, **given: Any
     ) -> Any:
-        mask = response_mask != 0
-        lowest, highest = advantages.where(mask, torch.inf).amin(1), advantages.where(mask, -torch.inf).amax(1)
-        if (highest > lowest).any():
+        if differs_within(advantages, response_mask != 0):
             raise ConfigError(
                 "verl: loss_mode=geo_mean averages the advantages of a response, so credit within it would be lost; "
                 "choose another loss_mode."

@@ -169,9 +169,11 @@ def main(model, folder):
         # Groups of several sizes, which AReaL's stride cannot have.
         trainer.credit, trainer.rollout.sizes = CreditGraph("gigpo", "advantage.omega=0.5"), [3, 5, 4, 2]
         results["gigpo"] = step(trainer)
+        config.actor.importance_sampling_level = "sequence"
+        results["sequence"] = refused(lambda: step(trainer))
         results["agent"] = refused(lambda: trainer.train(lambda data: None))
     for name, actor in (
-        ("norms", {"reward_norm": centred, "adv_norm": centred, "importance_sampling_level": "sequence"}),
+        ("norms", {"reward_norm": centred, "adv_norm": centred}),
         ("kl", {"kl_ctl": 0.1}),
     ):
         other = config_of(model, folder, name, **actor)

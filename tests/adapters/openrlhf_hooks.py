@@ -19,7 +19,7 @@ from creditgraph.adapters.openrlhf import install
 MAKER, LOSS = "openrlhf.trainer.ppo_utils.experience_maker", "openrlhf.models.loss"
 
 
-def settings(given, estimator, kl):
+def settings(given, estimator, kl, loss="ppo"):
     """The part of OpenRLHF's settings that this step reads."""
     return SimpleNamespace(
         algo=SimpleNamespace(
@@ -34,6 +34,7 @@ def settings(given, estimator, kl):
             stop_properly_penalty_coef=None,
         ),
         train=SimpleNamespace(dynamic_batch_enable=False),
+        actor=SimpleNamespace(policy_loss_type=loss),
     )
 
 
@@ -67,11 +68,11 @@ def samples_of(given, critic):
     return out
 
 
-def advantages(given, estimator="group_norm", kl=0.0):
+def advantages(given, estimator="group_norm", kl=0.0, loss="ppo"):
     """Advantages and returns of each response, and what is logged of it."""
     from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
-    strategy = SimpleNamespace(args=settings(given, estimator, kl))
+    strategy = SimpleNamespace(args=settings(given, estimator, kl, loss))
     tokenizer = SimpleNamespace(pad_token_id=0)
     maker = sys.modules[MAKER].RemoteExperienceMaker(None, None, None, None, FixedKLController(kl), strategy, tokenizer)
     rows = {}
@@ -124,6 +125,7 @@ def main():
         install()
         out[graph] = said(lambda: advantages(given))
         out[f"{graph} with a critic"] = said(lambda: advantages(given, "gae", kl=0.1))
+        out[f"{graph} with gspo"] = said(lambda: advantages(given, loss="gspo"))
         for unit in ("tokens", "rows"):
             out[f"loss of {graph} {unit}"] = said(lambda unit=unit: loss(given, token_level_loss=unit == "tokens"))
     out["dual clip"] = said(lambda: loss(given, dual_clip=3.0))

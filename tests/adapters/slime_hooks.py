@@ -32,6 +32,7 @@ ARGS = {
     "log_probs_chunk_size": -1,
     "allgather_cp": False,
     "advantage_estimator": "grpo",
+    "loss_type": "policy_loss",
     "use_opsm": False,
     "get_mismatch_metrics": False,
     "use_tis": False,
@@ -128,6 +129,10 @@ def main():
     out["no credit"] = said(lambda: adapter.advantages(args, {"rewards": [0.5, 1.0]}))
     args = Namespace(**(ARGS | {"use_kl_loss": True, "context_parallel_size": 2}), creditgraph="grpo")
     out["kl"] = said(lambda: adapter.loss(args, {}, torch.zeros(1), None))
+    args = Namespace(**(ARGS | {"advantage_estimator": "gspo"}), creditgraph="gigpo")
+    out["gspo"] = said(lambda: adapter.credit(args, samples(given)))
+    args = Namespace(**(ARGS | {"advantage_estimator": "gspo", "loss_type": "custom_loss"}), creditgraph="gigpo")
+    out["gspo, our loss"] = [row.tolist() for row in adapter.credit(args, samples(given))[1]]
     lost = samples(given)
     lost[1].group_index = None
     out["no group"] = said(lambda: adapter.credit(args, lost))

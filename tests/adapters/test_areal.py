@@ -75,7 +75,7 @@ def test_nothing_stays_in_the_stores_of_the_workers(trained):
     [
         ("norms", "its credit has no part for AReaL's reward_norm="),
         ("norms", ", adv_norm="),
-        ("norms", ", importance_sampling_level='sequence' (off: 'token')"),
+        ("sequence", "differs within responses, but with importance_sampling_level=sequence"),
         ("kl", "AReaL adds that times the log-prob of each token to the rewards. Set actor.kl_ctl=0, or give ref."),
         ("critic", "it reads values, but the trainer gives none"),
         ("agent", "each turn of an agent is a row without its episode. Set it to concat."),

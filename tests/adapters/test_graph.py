@@ -272,6 +272,17 @@ def test_wrong_shapes_are_refused(changes, sentence):
         rollouts(**changes)
 
 
+def test_a_loss_with_one_ratio_per_response_takes_graphs_of_whole_responses_alone():
+    batch = rollouts()
+    assert CreditGraph("grpo")(batch, by_response="level=sequence").equal(CreditGraph("grpo")(batch))
+    sentence = "graph 'gigpo': its credit differs within responses, but with level=sequence the trainer's loss moves"
+    with pytest.raises(ConfigError, match=sentence):
+        CreditGraph("gigpo")(batch, by_response="level=sequence")
+    # A row of its own for each turn has one advantage.
+    steps = rollouts(mask=torch.tensor([[1, 1, 1, 0, 0, 0, 0]] * 5), episode=[0, 1, 2, 3, 3], group=list("ababb"))
+    assert CreditGraph("gigpo")(steps, by_response="level=sequence").any()
+
+
 def test_turn_rewards_must_have_one_entry_per_turn():
     short = [[0.0] * len(runs) for runs in slow.turns(MASK)]
     short[3] = [1.0]

@@ -78,6 +78,14 @@ def test_a_graph_that_reads_values_is_refused_when_it_is_chosen():
         estimator("ppo")
 
 
+def test_ratios_of_sequences_take_graphs_of_whole_responses_alone(batch):
+    config, loss = {"name": "grpo", "overrides": []}, SimpleNamespace(sequence_level_importance_ratios=True)
+    assert Estimator(SimpleNamespace(**config, graph="grpo"), loss).compute_advantage(**batch).any()
+    turns = Estimator(SimpleNamespace(**config, graph="gigpo"), loss)
+    with pytest.raises(ConfigError, match="but with sequence_level_importance_ratios=true the trainer's loss"):
+        turns.compute_advantage(**batch)
+
+
 def test_without_a_graph_it_says_what_to_set():
     with pytest.raises(ConfigError, match=r"set grpo\.adv_estimator\.graph"):
         Estimator(SimpleNamespace(name="grpo"))

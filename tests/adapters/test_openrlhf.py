@@ -131,3 +131,5 @@ def test_what_cannot_run_there_says_so(found):
     assert "CREDITGRAPH_LOSS is 'yes'; expected true or false" in found["neither true nor false"]
     assert "its loss needs entropies" in found["loss of s_trace tokens"]
     assert "no part for actor.dual_clip" in found["dual clip"]
+    assert "differs within responses, but with policy_loss_type=gspo" in found["gigpo advantage.omega=0.5 with gspo"]
+    assert found["grpo with gspo"] == found["grpo"]

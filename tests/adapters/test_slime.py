@@ -126,3 +126,5 @@ def test_errors_name_the_setting(found):
     assert "custom_reward_post_process_path: creditgraph.adapters.slime.credit" in found["no credit"]
     assert "the loss of a graph has no part for use_kl_loss, context_parallel_size;" in found["kl"]
     assert "a sample has no group_index" in found["no group"]
+    assert "differs within responses, but with advantage_estimator=gspo" in found["gspo"]
+    assert any(map(any, found["gspo, our loss"]))

@@ -33,6 +33,7 @@ JOBS = {
     "no_trace": {"graph": "s_trace", "overrides": ["learner.objective.config.decay=0"], "objective": True},
     "grpo_std": {"graph": "grpo", "objective": True},
     "real": {"graph": "grpo", "swift": {"loss_type": "real"}},
+    "gspo": {"graph": "gigpo", "turns": True, "swift": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
     "kl": {"graph": "grpo", "objective": True, "swift": {"beta": 0.04}},
     "by_group": {"graph": "s_trace", "overrides": ["learner.objective.entropy_mask.scope=group"], "objective": True},
     "megatron": {"graph": "grpo", "imported": "swift.megatron"},
@@ -103,6 +104,7 @@ def test_the_loss_is_that_of_the_graph(trained):
 
 def test_settings_that_a_graph_has_no_part_for_are_refused(trained):
     assert "its credit has no part for ms-swift's loss_type='real'. Switch that off." in trained["real"]["refused"]
+    assert "differs within responses, but with importance_sampling_level=sequence" in trained["gspo"]["refused"]
     assert "its credit has no part for ms-swift's beta=0.04 (off: 0.0). Switch that off." in trained["kl"]["refused"]
     assert "set learner.objective.entropy_mask.scope=batch or sequence." in trained["by_group"]["refused"]
     assert "expected `swift rlhf`, got ms-swift's Megatron trainer" in trained["megatron"]["refused"]

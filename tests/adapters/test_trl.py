@@ -38,6 +38,7 @@ JOBS = {
     "trl_ratios": {"ratios": True, "trl": {"loss_type": "grpo"}},
     "ratios": {"graph": "grpo", "overrides": AS_TRL, "objective": True, "ratios": True},
     "kl": {"graph": "grpo", "objective": True, "trl": {"beta": 0.1, "top_entropy_quantile": 0.5}},
+    "gspo": {"graph": "gigpo", "turns": True, "trl": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
     "gdpo": {"graph": "grpo", "trl": {"multi_objective_aggregation": "normalize_then_sum"}},
 }
 PLAIN = {"graph": "", "overrides": [], "objective": False, "turns": False, "trl": {}, "experts": False, "ratios": False}
@@ -111,6 +112,7 @@ def test_what_the_credit_or_loss_of_a_graph_has_no_part_for_is_refused(trained):
         "Switch that off."
     )
     assert "multi_objective_aggregation='normalize_then_sum' (off: 'sum_then_normalize')" in trained["gdpo"]["error"]
+    assert "differs within responses, but with importance_sampling_level=sequence" in trained["gspo"]["error"]
 
 
 def test_the_loss_is_that_of_the_graph(trained):
