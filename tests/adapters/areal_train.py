@@ -21,18 +21,12 @@ from creditgraph.adapters.areal import CreditPPOTrainer
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.pipeline.core.errors import ConfigError
 
-SIZES = [4, 4, 4, 4]  # of groups
-
 
 class Rows:
     """In the place of AReaL's servers: groups of rows with two turns of the policy, an observation between them."""
 
     callback_addr = "127.0.0.1:1"
-    staleness_manager = None
-    server_infos = [None]
-
-    def __init__(self, sizes):
-        self.sizes = sizes
+    sizes = (4, 4, 4, 4)  # of groups
 
     def prepare_batch(self, *args, **kwargs):
         generator = torch.Generator().manual_seed(0)
@@ -68,15 +62,13 @@ class Rows:
 class WithoutServers:
     """Of a trainer: generation by `Rows`."""
 
-    sizes = SIZES
-
     def _init_scheduler(self):
         scheduler = super()._init_scheduler()
         scheduler.startup_timeout = 200.0  # workers import for 20 s and more on a busy machine; AReaL waits 30 s
         return scheduler
 
     def _init_rollout(self, *args, **kwargs):
-        return Rows(self.sizes)
+        return Rows()
 
     def _create_train_engine(self, actor_config, alloc):
         engine = super()._create_train_engine(actor_config, alloc)
@@ -172,10 +164,7 @@ def main(model, folder):
         config.actor.importance_sampling_level = "sequence"
         results["sequence"] = refused(lambda: step(trainer))
         results["agent"] = refused(lambda: trainer.train(lambda data: None))
-    for name, actor in (
-        ("norms", {"reward_norm": centred, "adv_norm": centred}),
-        ("kl", {"kl_ctl": 0.1}),
-    ):
+    for name, actor in (("norms", {"reward_norm": centred, "adv_norm": centred}), ("kl", {"kl_ctl": 0.1})):
         other = config_of(model, folder, name, **actor)
         results[name] = refused(lambda other=other: CreditPPOTrainer(other, data, credit="grpo"))
     results["critic"] = refused(lambda: CreditPPOTrainer(config, data, credit="ppo"))

@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((folder / "results.json").read_text())
-    results["log"] = (folder / "grpo/logs").rglob("actor.log").__next__().read_text()
+    results["log"] = next((folder / "grpo/logs").rglob("actor.log")).read_text()
     return results
 
 
