@@ -16,7 +16,7 @@ LOSSES = "areal.utils.functional.functional"
 table = Table("areal", "inclusionAI/AReaL")
 
 
-def _advantages(label: str, gae: bool = False, norm: dict[str, Any] | None = None) -> None:
+def _advantages(label: str, gae: bool = False, norm: dict[str, Any] | None = None, kl_ctl: float = 0.0) -> None:
     @table.add(f"{ACTOR}._compute_advantages", label=label)
     def make(found: Function, source: Source) -> Function:
         normalization = source.get("areal.utils.data:Normalization")
@@ -34,7 +34,7 @@ def _advantages(label: str, gae: bool = False, norm: dict[str, Any] | None = Non
                 reward_clip=20.0,
                 reward_norm=None if norm is None else normalization(Config(options | norm)),
                 adv_norm=None,
-                kl_ctl=0.0,
+                kl_ctl=kl_ctl,
                 kl_estimator=lambda old, ref: old - ref,
                 mask_no_eos_with_zero=False,
                 discount=gamma,
@@ -47,7 +47,7 @@ def _advantages(label: str, gae: bool = False, norm: dict[str, Any] | None = Non
                 "input_ids": torch.zeros(whole.shape, dtype=torch.long),
                 "attention_mask": attention.long(),
                 "loss_mask": whole,
-                "logprobs": torch.zeros(whole.shape),
+                "logprobs": torch.full(whole.shape, -1.0),
                 "rewards": rewards,
             }
             if gae:  # the value of a token's state is that of the token before
@@ -63,6 +63,7 @@ _advantages("GRPO: reward_norm by group", norm={"mean_level": "group", "std_leve
 _advantages("RLOO: group mean without the row", norm={"mean_level": "group", "mean_leave1out": True, "std_level": None})
 _advantages("Dr. GRPO: group mean", norm={"mean_level": "group", "std_level": None})
 _advantages("group mean, std of the batch", norm={"mean_level": "group", "std_level": "batch"})
+_advantages("Dr. GRPO, kl_ctl .1 and no model ref", norm={"mean_level": "group", "std_level": None}, kl_ctl=0.1)
 _advantages("GAE", gae=True)
 
 

@@ -80,7 +80,7 @@ def _loss(label: str, **options: Any) -> None:
             clip_eps_high: float,
         ) -> Any:
             loss = found(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, **options)
-            return loss(logprobs, old_logprobs, advantages, action_mask=mask.long())[0]
+            return loss(logprobs, old_logprobs, advantages, action_mask=mask.long(), rollout_log_probs=old_logprobs)[0]
 
         return call
 
@@ -89,30 +89,12 @@ _loss("ppo")
 _loss("ppo, mean per row", token_level_loss=False)
 _loss("ppo, dual clip 3", dual_clip=3.0)
 _loss("gspo", policy_loss_type="gspo")
-
-
-def _corrected(kind: str) -> None:
-    @table.add(LOSS, loss=True, label=f"ppo, {kind}", clip_eps_low=0.2, clip_eps_high=0.28)
-    def make(found: Function) -> Function:
-        def call(
-            logprobs: Tensor,
-            old_logprobs: Tensor,
-            advantages: Tensor,
-            mask: Tensor,
-            clip_eps_low: float,
-            clip_eps_high: float,
-        ) -> Any:
-            loss = found(
-                clip_eps_low=clip_eps_low,
-                clip_eps_high=clip_eps_high,
-                enable_vllm_is_correction=True,
-                vllm_is_truncated_threshold=[0.5, 2.0],
-                vllm_is_correction_type=kind,
-            )
-            return loss(logprobs, old_logprobs, advantages, action_mask=mask.long(), rollout_log_probs=old_logprobs)[0]
-
-        return call
-
-
-for _kind in ("tis", "icepop", "seq-mask-tis"):
-    _corrected(_kind)
+for _level, _mode in (("token", "clip"), ("token", "mask"), ("seq", "mask")):
+    _loss(f"ppo, correction of {_level} by {_mode}", is_correction_level=_level, is_correction_mode=_mode)
+for _gating in ("binary_kl", "tv"):
+    _loss(
+        f"ppo, correction of token by {_gating}",
+        is_correction_level="token",
+        is_correction_gating=_gating,
+        is_correction_threshold=[0.0, 0.2],
+    )
