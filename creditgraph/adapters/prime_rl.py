@@ -1,7 +1,7 @@
 """Credit graphs in prime-rl: their advantages as an algorithm of its orchestrator, their objectives as its loss.
 
 prime-rl takes the class of an algorithm from a table in its code, so a checkout of it gets two lines at the end of
-`src/prime_rl/orchestrator/algo/__init__.py`; `type = "grpo"` then names the graph:
+`src/prime_rl/orchestrator/algo/__init__.py`; `type = "grpo"` then names the graph, and so "hierarchical_grpo" can:
 
     from creditgraph.adapters.prime_rl import algorithm
     ALGORITHM_CLASSES["grpo"] = algorithm("gigpo", "advantage.omega=0.5")
@@ -17,7 +17,7 @@ prime-rl calls an algorithm with one group of episodes at a time, and the loss w
 of trainer and inference. Run by hand with prime-rl 0.8.0 (commit 559b44772), which no package index has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,8 @@ def algorithm(graph: str, *overrides: str) -> type:
     """A subclass of prime-rl's `Algorithm` that assigns each sampled token the graph's advantage.
 
     A row is a trace; its turns are its sampled messages, in the order of its nodes, and the state of a turn is what was
-    read since the one before. A reward of a trace belongs to its last turn.
+    read since the one before. A reward of a trace belongs to its last turn. In the place of "hierarchical_grpo" its
+    groups are that algorithm's: traces of one agent, those of `episode_agents` within one episode.
 
     Args:
         graph, overrides: as of `CreditGraph`.
@@ -53,12 +54,18 @@ def algorithm(graph: str, *overrides: str) -> type:
                     f"graph '{credit.name}': its credit has no part for prime-rl's length_penalty; leave that out, or "
                     "make the length a part of the reward."
                 )
+            self.episode_agents = getattr(config, "episode_agents", None)
 
         async def score_group(self, episodes: list[Any]) -> None:
-            traces = [trace for _, trace in iter_trainable_traces(episodes)]
-            if not traces:
+            found = list(iter_trainable_traces(episodes))
+            if not found:
                 return
-            rollouts = rollouts_of(traces)
+            traces = [trace for _, trace in found]
+            group: list[Hashable] = [0] * len(traces)
+            if self.episode_agents is not None:
+                names = [(episode.id, trace.agent.name) for episode, trace in found]
+                group = [(name, episode if name in self.episode_agents else None) for episode, name in names]
+            rollouts = rollouts_of(traces, group)
             advantages = credit(rollouts)
             for trace, row, sampled in zip(traces, advantages, rollouts.trained, strict=True):
                 assign_advantages(trace, row[sampled].tolist())
@@ -66,15 +73,15 @@ def algorithm(graph: str, *overrides: str) -> type:
     return GraphAlgorithm
 
 
-def rollouts_of(traces: list[Any]) -> Rollouts:
-    """Traces of one group as rows, in the order of their nodes."""
+def rollouts_of(traces: list[Any], group: list[Hashable]) -> Rollouts:
+    """Traces as rows, in the order of their nodes."""
     # A gap after each message: those sampled one after the other, in two branches say, are two turns.
     tokens = [[token for node in trace.nodes for token in (*node.token_ids, 0)] for trace in traces]
     mask = [[sampled for node in trace.nodes for sampled in (*node.mask, False)] for trace in traces]
     return Rollouts(
         mask=Jagged.from_rows(mask, torch.bool).to_padded(),
         rewards=torch.tensor([trace.reward for trace in traces]),
-        group=[0] * len(traces),
+        group=group,
         tokens=Jagged.from_rows(tokens, torch.int64).to_padded(),
     )
 

@@ -23,12 +23,12 @@ from verifiers.v1.types import AssistantMessage, UserMessage
 
 from creditgraph.adapters.prime_rl import algorithm, loss
 from creditgraph.pipeline.core.errors import ConfigError
-from tests.adapters.prime_rl_episodes import READ, REWARDS
+from tests.adapters.prime_rl_episodes import READ, REWARDS, TWO_AGENTS
 
 REAL = hasattr(prime_loss, "compute_loss")
 
 
-def trace(read, reward, ok=True, task=None):
+def trace(read, reward, ok=True, task=None, agent="agent"):
     """A question of two tokens, a turn of two, what was read, a turn of one and, without a gap, a turn of two."""
 
     def node(parent, sampled, token_ids, mask):
@@ -40,7 +40,7 @@ def trace(read, reward, ok=True, task=None):
 
     return WireTrace(
         task=task,
-        agent=AgentInfo(config=WireAgentConfig()),
+        agent=AgentInfo(config=WireAgentConfig(), name=agent),
         nodes=[
             node(None, False, [5, 6], [False] * 2),
             node(0, True, [3, 10, 11], [False, True, True]),
@@ -69,6 +69,27 @@ def scored(name, *overrides):
     made = episodes()
     asyncio.run(build_algorithm(config, None).finalize_group(made))
     return [[node.advantages for node in episode.traces[0].nodes] for episode in made]
+
+
+def of_two_agents(name):
+    """The first advantage of each trace of three episodes, in each of which one proposes and two solve."""
+    if name != "hierarchical_grpo's own":
+        ALGORITHM_CLASSES["hierarchical_grpo"] = algorithm(name)
+    config = SimpleNamespace(type="hierarchical_grpo", action_loss_type="rl", episode_agents=["solver"])
+    task = TraceTask(type="Sums", key="sum", data=WireTaskData(idx=0, prompt="q"))
+    made = [
+        WireEpisode(
+            task=task,
+            traces=[
+                trace([7], reward, task=task, agent=agent)
+                for agent, reward in zip(("proposer", "solver", "solver"), rewards, strict=True)
+            ],
+            ok=True,
+        )
+        for rewards in TWO_AGENTS
+    ]
+    asyncio.run(build_algorithm(config, None).finalize_group(made))
+    return [[one.nodes[1].advantages[0] for one in episode.traces] for episode in made]
 
 
 def refused():
@@ -123,8 +144,10 @@ def main():
     out = {"real": REAL, "batch": batch, "loss": losses(batch)}
     if REAL:
         out["grpo's own"] = scored("grpo's own")
+        out["hierarchical_grpo's own"] = of_two_agents("hierarchical_grpo's own")
     for name in ("drgrpo", "gigpo"):
         out[name] = scored(name)
+    out["two agents"] = of_two_agents("drgrpo")
     out["refused"] = refused()
     Path(sys.argv[1]).write_text(json.dumps(out))
 

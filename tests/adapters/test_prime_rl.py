@@ -11,7 +11,7 @@ import torch
 
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
-from tests.adapters.prime_rl_episodes import READ, REWARDS
+from tests.adapters.prime_rl_episodes import READ, REWARDS, TWO_AGENTS
 
 PYTHON = ROOT.parent / ".venv-verifiers/bin/python"
 pytestmark = [
@@ -52,6 +52,13 @@ def test_advantages_of_each_sampled_token_equal_loops(found):
     for nodes, row, trained in zip(found["gigpo"], expected, padded, strict=False):
         given = [a for i in (1, 3, 4) for a in nodes[i]]
         assert given == pytest.approx([a for a, m in zip(row, trained, strict=True) if m], abs=1e-6)
+
+
+def test_agents_are_compared_as_hierarchical_grpo_does(found):
+    proposed = sum(rewards[0] for rewards in TWO_AGENTS) / 3
+    for advantages, (proposer, *solvers) in zip(found["two agents"], TWO_AGENTS, strict=True):
+        solved = sum(solvers) / 2
+        assert advantages == pytest.approx([proposer - proposed, *(r - solved for r in solvers)], abs=1e-6)
 
 
 def test_a_penalty_of_lengths_is_refused(found):
