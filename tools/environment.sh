@@ -29,7 +29,7 @@ make_environment() {
         }
     fi
     # What an earlier call installed stays wanted.
-    extras="$( (tail -n 1 "$stamp" 2>/dev/null; echo "$1") | tr ',' '\n' | sort -u | sed '/^$/d' | paste -sd,)"
+    extras="$( (tail -n 1 "$stamp" 2>/dev/null; echo "$1") | tr ',' '\n' | sort -u | sed '/^$/d' | paste -sd, -)"
     echo "Installing creditgraph[$extras] and the tested versions of tools/constraints.txt into .venv (a few minutes the first time)"
     .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --upgrade "pip>=25" "setuptools>=77" || return 1
     # torch first and pinned: a pinned version takes a local CPU build where pip's find-links offers one.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from creditgraph.components.environment.base import EnvironmentComponent
 from creditgraph.components.sandbox.isolation import Isolation, no_isolation
-from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.limits import Limits, at_once
 from creditgraph.components.sandbox.pool import NO_START, Program, make_slots, run_programs
 from creditgraph.components.sandbox.probe import find_isolation
 from creditgraph.components.text.code_tests import extract_code, mismatch, read_tests
@@ -111,7 +110,7 @@ class CodeFeedback(EnvironmentComponent):
         super().setup(context)
         isolate = no_isolation if self.config.allow_unsandboxed else find_isolation
         self._isolation = isolate("", ())
-        self.at_once = self.config.workers or min(len(os.sched_getaffinity(0)), 8)
+        self.at_once = at_once(self.config.workers)
         self._slots = make_slots(self.at_once)
 
     def make(self) -> CodeEpisode:

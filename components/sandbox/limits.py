@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,3 +68,10 @@ class Limits:
     def max_reply_bytes(self, tests: int) -> int:
         """Largest output of the runner for this many tests: JSON needs at most six bytes (\\u0000) per byte."""
         return (tests + 1) * (self.output_kb * 1024 * 6 + 8192)
+
+
+def at_once(workers: int) -> int:
+    """Processes at a time: as many as are set, or with 0 one per processor that this process may use, at most 8."""
+    # macOS has no sched_getaffinity.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return workers or min(usable, 8)

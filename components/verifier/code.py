@@ -1,12 +1,11 @@
 """Programs, verified by their tests in a sandbox."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from creditgraph.components.sandbox.isolation import no_isolation
-from creditgraph.components.sandbox.limits import Limits
+from creditgraph.components.sandbox.limits import Limits, at_once
 from creditgraph.components.sandbox.pool import NO_START, Program, TestResult, run_programs
 from creditgraph.components.sandbox.probe import find_isolation
 from creditgraph.components.text.code_tests import CodeTests, extract_code, mismatch, read_tests
@@ -65,7 +64,7 @@ class Code(VerifierComponent):
         config = self.config
         isolate = no_isolation if config.allow_unsandboxed else find_isolation
         self._isolation = isolate(config.interpreter, config.packages)
-        self._workers = config.workers or min(len(os.sched_getaffinity(0)), 8)
+        self._workers = at_once(config.workers)
 
     def verdicts(self, items: list[Item]) -> list[Verdict]:
         """One verdict per item; the programs of a batch run several at a time."""

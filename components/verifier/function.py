@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from creditgraph.components.sandbox.limits import at_once
 from creditgraph.components.verifier.base import Item, Outputs, Verdict, VerifierComponent, undecided
 from creditgraph.components.verifier.function_worker import load_function, worker_command
 from creditgraph.components.verifier.worker_pool import WorkerPool
@@ -81,7 +81,7 @@ class Function(VerifierComponent):
         """Makes the pool; its workers start with the first call."""
         super().setup(context)
         config = self.config
-        workers = config.workers or min(len(os.sched_getaffinity(0)), 8)
+        workers = at_once(config.workers)
         command = worker_command(config.function, config.seconds)
         self.pool = WorkerPool(command, workers, config.seconds, show_errors=True)
         self.raised = 0

@@ -1,11 +1,11 @@
 """Mathematical equality of the extracted answer, by math-verify in worker processes."""
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from creditgraph.components.sandbox.limits import at_once
 from creditgraph.components.verifier.base import (
     RIGHT,
     WRONG,
@@ -71,7 +71,7 @@ class Math(VerifierComponent):
         config = self.config
         limits = [str(limit) for limit in (config.memory_gb, config.seconds, config.cpu_seconds)]
         worker = Path(__file__).with_name("math_worker.py")
-        workers = config.workers or min(len(os.sched_getaffinity(0)), 8)
+        workers = at_once(config.workers)
         # -P: without it this folder's math.py would hide the standard library's.
         self.pool = WorkerPool([sys.executable, "-P", str(worker), *limits], workers, config.seconds + _GRACE_SECONDS)
         self.killed = 0

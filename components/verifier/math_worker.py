@@ -32,7 +32,8 @@ _WARM = [
 def main() -> None:
     """Serves requests until standard input ends."""
     limit = int(float(sys.argv[1]) * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if sys.platform != "darwin":  # macOS has no limit of memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds = float(sys.argv[2])
     cpu_seconds = float(sys.argv[3])

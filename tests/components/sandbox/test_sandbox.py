@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from creditgraph.components.sandbox import probe
+from creditgraph.components.sandbox import probe, runner
 from creditgraph.components.sandbox.isolation import Isolation, no_isolation
 from creditgraph.components.sandbox.limits import Limits
 from creditgraph.components.sandbox.pool import Program, run_programs
@@ -136,17 +136,31 @@ def test_the_probe_notices_a_missing_isolation():
     assert "it sees the host's processes" in said
 
 
-def test_without_isolation_limits_still_hold():
+def test_a_limit_that_macos_refuses_is_left_out(monkeypatch):
+    def refused(kind, limits):
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(runner.resource, "setrlimit", refused)
+    with pytest.raises(ValueError, match="current limit"):
+        runner._limit(runner.resource.RLIMIT_CORE, 0)
+    monkeypatch.setattr(runner.sys, "platform", "darwin")
+    runner._limit(runner.resource.RLIMIT_CORE, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "out"),
+    [
+        pytest.param("print(int(input()) + 1)", "", "2\n", id="right"),
+        pytest.param("while True: pass", "timed out after 1 s", "", id="endless"),
+        pytest.param("x = bytearray(10**9)", "exit code 1: MemoryError", "", id="large"),
+        pytest.param("print('x' * 10**6)", "wrote more than 64 kB", None, id="talkative"),
+    ],
+)
+def test_without_isolation_limits_still_hold(program, reason, out):
     limits = Limits(seconds=1.0, memory_mb=256, processes=16, output_kb=64)
-    programs = ["print(int(input()) + 1)", "while True: pass", "x = bytearray(10**9)", "print('x' * 10**6)"]
-    results = run_programs([Program(source=p, inputs=["1"]) for p in programs], no_isolation(), limits, workers=2)
-    assert [r[0].reason for r in results] == [
-        "",
-        "timed out after 1 s",
-        "exit code 1: MemoryError",
-        "wrote more than 64 kB",
-    ]
-    assert results[0][0].out == "2\n"
+    [[result]] = run_programs([Program(source=program, inputs=["1"])], no_isolation(), limits, workers=1)
+    assert result.reason == reason
+    assert out is None or result.out == out
 
 
 @pytest.mark.skipif(
