@@ -10,10 +10,14 @@ an installed package holds them.
 """
 
 import ast
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+if sys.platform == "win32":
+    raise ImportError("creditgraph runs on Linux, and not on Windows itself; install it in WSL (wsl --install).")
 
 
 @cache

@@ -1,6 +1,7 @@
 """The Python API: compose, step, change a node, train, read; batches as text, HTML and DataFrames."""
 
 import gc
+import runpy
 import sys
 import weakref
 from pathlib import Path
@@ -41,6 +42,12 @@ def test_every_public_name_is_listed_and_loads() -> None:
     names = dir(creditgraph)
     assert {"train", "compose", "read", "testing", "Component", "group_advantage", "Run", "Session"} <= set(names)
     assert all(getattr(creditgraph, name) is not None for name in names)
+
+
+def test_on_windows_one_sentence_says_where_it_runs(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match=r"^creditgraph runs on Linux, and not on Windows itself; install it in WSL"):
+        runpy.run_path(creditgraph.__file__)
 
 
 def test_a_step_gives_outputs_by_wire_and_metrics(out) -> None:
