@@ -102,6 +102,15 @@ def test_clock_skew(tmp_path, monkeypatch):
     assert "chrony" in finding.text
 
 
+def test_a_node_without_shared_memory_lacks_nothing_but_servers(monkeypatch):
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) != "/dev/shm" and exists(path))
+    assert states(doctor.node())["/dev/shm"] == "absent"
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "SMALLEST_FREE_GB", 1e9)
+    assert states(doctor.node())["/dev/shm"] == "FAIL"
+
+
 def test_a_folder_that_not_all_nodes_see(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
