@@ -67,6 +67,11 @@ class Amplify(Component):
 
     config: Config
 
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """Entropies, if they mark planning tokens."""
+        return frozenset({"entropies"} if config.tokens == "entropy" else ())
+
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when it is first used."""

@@ -1,6 +1,7 @@
 """Segments that begin where the policy was least certain."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,6 +53,11 @@ class EntropyCuts(Segmenter):
                 raise ValueError(f"expected 0 ≤ quantile < 1, got {self.quantile}.")
 
     config: Config
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """Entropies."""
+        return frozenset({"entropies"})
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row by its entropies."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,11 @@ class KeywordEntropy(Segmenter):
                 raise ValueError(f"expected one or more non-empty keywords, got {list(self.keywords)}.")
 
     config: Config
+
+    @classmethod
+    def needs_of(cls, config: Any) -> frozenset[str]:
+        """Entropies."""
+        return frozenset({"entropies"})
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row."""

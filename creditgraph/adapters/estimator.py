@@ -45,6 +45,7 @@ class Estimator:
         """The graph, built once."""
         if self._credit is None:
             self._credit = CreditGraph(self.graph, *self.overrides)
+            self._credit.check_given(values=True)  # only a batch shows whether there are any
         return self._credit
 
     @torch.no_grad()

@@ -24,9 +24,13 @@ from creditgraph.adapters.rows import (
     whole_rows,
 )
 from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.components.models.load import load_tokenizer
+from creditgraph.components.rollouts.requests import SAMPLING_NAMES, SamplingSettings
+from creditgraph.components.text.stops import ends_of_thoughts, token_texts
 from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
 from creditgraph.pipeline.app.credit.side_by_side import EPISODES, PLAIN
 from creditgraph.pipeline.core.errors import ConfigError, DataError, did_you_mean
+from creditgraph.pipeline.core.graph import Graph
 from creditgraph.pipeline.core.handles import Policy, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Credit, Prompts, Rewards, SegmentValues, Trajectories, Turns
@@ -35,7 +39,7 @@ from creditgraph.pipeline.run.compose.choices import list_choices, search_dirs
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 from creditgraph.pipeline.run.session import GraphSession
 
-CRITIC = "value.critic"
+CRITIC, THOUGHTS = "value.critic", "segmenter.thought"
 FOLDER = "--config-dir="
 # Kinds of values that the trainer gives, whatever node of the graph makes them in a run.
 GIVEN = (Rewards, Prompts, Turns, Policy, Verifier)
@@ -98,17 +102,20 @@ class CreditGraph:
         graph: a file of configs/graph without its ending, or "recipe=NAME".
         overrides: settings, as on the command line; "--config-dir=FOLDER" adds a folder with graphs of one's own, and
             "--record=FILE" writes the first groups of each batch with their credit, for `creditgraph import`.
-        policy: scores texts, for methods that need it; see `creditgraph.adapters.endpoint.EndpointPolicy`.
+        policy: scores texts, for methods that need it; see `creditgraph.adapters.endpoint.EndpointPolicy`. A trainer
+            whose own model does that gives it later (`attach`).
         seed: key of random draws.
 
     Attributes:
         name: the graph's.
         nodes: names of the nodes that run here, in order.
         turns: whether they credit the turns of episodes.
+        scores, samples: whether they score texts with a policy, or sample and verify with it.
+        policy: what scores and samples; None without.
         metrics: those of the nodes in the last call, as "node/metric".
 
     Raises:
-        ConfigError: there is no such graph, or it needs responses, verdicts or a policy that no trainer gives.
+        ConfigError: there is no such graph, or it needs responses or models that no trainer gives.
     """
 
     def __init__(self, graph: str, *overrides: str, policy: Policy | None = None, seed: int = 0) -> None:
@@ -118,18 +125,52 @@ class CreditGraph:
         if "=" not in graph and graph not in (names := graph_names(folders)):
             raise ConfigError(f"no graph '{graph}'; expected one of {', '.join(names)}.{did_you_mean(graph, names)}")
         files = [o.removeprefix(OPTION) for o in overrides if o.startswith(OPTION)]
-        settings = [o for o in overrides if not o.startswith((FOLDER, OPTION))]
-        chosen = graph if "=" in graph else f"graph={graph}"
-        experiment = build_experiment(compose([chosen, *settings, "run.device=cpu"], folders), graph)
-        self._graph = experiment.graph
-        self._learner = learner_of(self._graph)
-        self._policy = policy
+        self._settings = [o for o in overrides if not o.startswith((FOLDER, OPTION))]
+        self._chosen, self._folders, self._seed = graph if "=" in graph else f"graph={graph}", folders, seed
+        self.policy = self._own_policy = policy
+        self._verifier: Verifier | None = None
         self._iteration = 0
+        self._record = Record(Path(files[-1])) if files else None
+        self._build()
+
+    def _build(self, *more: str) -> None:
+        settings = [self._chosen, *self._settings, *more, "run.device=cpu"]
+        self._experiment = build_experiment(compose(settings, self._folders), self.name)
+        self._graph = self._experiment.graph
+        self._learner = learner_of(self._graph)
         self.nodes = _running(self._graph, self._learner)
         self.turns = any(node.use == EPISODES for node in self._graph.nodes)
-        self._check(settings)
-        self._session = _Session(experiment, seed=seed)
-        self._record = Record(Path(files[-1])) if files else None
+        kinds = set[type | None]().union(*(_given_kinds(self._graph, node) for node in self._running_nodes()))
+        self.scores, self.samples = Policy in kinds, Verifier in kinds
+        self._check()
+        self._session = _Session(self._experiment, seed=self._seed)
+
+    def attach(self, policy: Policy, verifier: Verifier | None, *, temperature: float, max_tokens: int) -> None:
+        """Takes a trainer's own model and reward functions, unless the graph was given a policy.
+
+        Args:
+            policy, verifier: what nodes score, sample and verify with.
+            temperature, max_tokens: of the trainer's responses, for nodes that continue them.
+
+        Raises:
+            ConfigError: the graph samples and was given a policy or settings of sampling.
+        """
+        place = f"graph '{self.name}'"
+        if self.samples and self._own_policy is not None:
+            raise ConfigError(f"{place}: it continues responses, which the trainer does itself. Leave out policy=.")
+        continuing = [node.name for node in self._running_nodes() if isinstance(node.config, SamplingSettings)]
+        fixed = [f"{node}.{name}" for node in continuing for name in SAMPLING_NAMES]
+        for setting in self._settings:
+            if setting.partition("=")[0].startswith(tuple(fixed)):
+                raise ConfigError(
+                    f"{place}: {setting} has no effect here, where the trainer continues its responses as it samples "
+                    "them. Leave it out."
+                )
+        self.policy = policy if self._own_policy is None else self._own_policy
+        self._verifier = verifier
+        if continuing:
+            sampling = {"mode": "plain", "temperature": temperature, "max_tokens": max_tokens}
+            self._build(*(f"{node}.{name}={value}" for node in continuing for name, value in sampling.items()))
 
     @property
     def objective(self) -> ObjectiveSettings:
@@ -158,6 +199,11 @@ class CreditGraph:
         credit, spans = self.credit(rollouts)
         kept = credit.advantage.with_values(credit.advantage.values.where(credit.mask.values, 0.0))
         advantages = spans.scatter(kept, rollouts.trained).where(rollouts.trained, 0.0)
+        if not bool(advantages.isfinite().all()):
+            raise DataError(
+                f"graph '{self.name}': its credit is not a number at {int((~advantages.isfinite()).sum())} tokens. A "
+                "node reads what the rollouts lack; see Rollouts.logprobs and Rollouts.entropies."
+            )
         if by_response and differs_within(advantages, rollouts.trained):
             raise ConfigError(
                 f"graph '{self.name}': its credit differs within responses, but with {by_response} the trainer's loss "
@@ -176,9 +222,9 @@ class CreditGraph:
     def credit(self, rollouts: Rollouts) -> tuple[Credit, Spans]:
         """The graph's credit with one row per episode, or per turn; and which tokens of the rollouts its rows are."""
         self._check_rollouts(rollouts)
-        if self._policy is not None and rollouts.responses is None and rollouts.tokens is not None:
+        if self.policy is not None and rollouts.responses is None and rollouts.tokens is not None:
             pieces = whole_rows(rollouts.trained, gaps=True).gather(rollouts.tokens).to_lists()
-            rollouts = replace(rollouts, responses=self._policy.tokenizer.batch_decode(pieces))
+            rollouts = replace(rollouts, responses=self.policy.tokenizer.batch_decode(pieces))
         iteration, self._iteration = self._iteration, self._iteration + 1
         spans = (
             turns_of(rollouts.trained)
@@ -187,12 +233,18 @@ class CreditGraph:
         )
         group = places_of_groups(rollouts.group)
         uid = torch.arange(len(spans.row)) + (iteration << 32)
+        trajectories = trajectories_of(rollouts, spans, group, uid)
+        if self._split:
+            pieces = token_texts(self._tokenizer, trajectories.response_tokens)
+            ends = Jagged.from_rows([ends_of_thoughts(row, self._split) for row in pieces], torch.int32)
+            trajectories = trajectories.replace(thought_ends=ends)
         host: dict[type, Any] = {
-            Trajectories: trajectories_of(rollouts, spans, group, uid),
+            Trajectories: trajectories,
             Rewards: rewards_of(rollouts, spans.row, uid),
             Prompts: prompts_of(rollouts, group),
             Turns: turn_rows(rollouts, spans, uid) if self.turns else None,
-            Policy: self._policy,
+            Policy: self.policy,
+            Verifier: self._verifier,
         }
         self._session.begin(rollouts, spans, host)
         credit: Credit = self._session.value(self._learner.wires["credit"][0], iteration)
@@ -224,19 +276,20 @@ class CreditGraph:
         }
         return nodes, wire(self._learner.wires["credit"][0])
 
-    def _check(self, settings: Sequence[str]) -> None:
+    def _check(self) -> None:
         """Raises ConfigError where the graph needs what no trainer gives, or a setting has no effect in one."""
         place = f"graph '{self.name}'"
-        for setting in settings:
+        samplers = [node for node in self._graph.nodes if samples_rollouts(node)]
+        for setting in self._settings:
             name, _, field = setting.partition("=")[0].lstrip("+~").partition(".")
             idle = name not in self.nodes and any(name == node.name for node in self._graph.nodes)
+            splits = self._split and field == "mode" and name == samplers[0].name
             # Another component, or other wires, may change which nodes run.
-            if idle and field.split(".")[0] not in ("use", "in", "objective"):
+            if idle and not splits and field.split(".")[0] not in ("use", "in", "objective"):
                 raise ConfigError(
                     f"{place}: {setting} has no effect here, where another trainer samples, rewards and learns. "
                     f"Expected a setting of {', '.join(self.nodes)} or learner.objective."
                 )
-        samplers = [node for node in self._graph.nodes if samples_rollouts(node)]
         if [node.use for node in samplers if node.use not in (*PLAIN, EPISODES)] or len(samplers) != 1:
             own = ", ".join(node.use for node in samplers)
             raise ConfigError(
@@ -244,51 +297,89 @@ class CreditGraph:
                 "sampler of independent responses or episodes. Train it with `creditgraph train`."
             )
         for node in self._running_nodes():
-            kinds = {given(self._graph[w.source], w.output) for wires in node.wires.values() for w in wires}
-            if Verifier in kinds:
-                raise ConfigError(_needs(f"{place}, node '{node.name}'", Verifier))
-            if Policy in kinds and self._policy is None:
-                raise ConfigError(_needs(f"{place}, node '{node.name}'", Policy))
             if node.cls.placement == "collective" and node.use != CRITIC:
                 raise ConfigError(
                     f"{place}: {node.use} trains a model of its own, which another trainer does not hold. Train it "
                     "with `creditgraph train`."
                 )
-            if node.use == "segmenter.thought":
+            if node.use == "advantage.self_teacher" and node.config.context == "solution":
+                raise ConfigError(
+                    f"{place}: {node.use} shows reference solutions, which no trainer gives. Train it with "
+                    "`creditgraph train`."
+                )
+            if node.use == THOUGHTS and not self._split:
                 raise ConfigError(
                     f"{place}: segmenter.thought reads where thoughts end, which another trainer does not record; set "
-                    "segmenter.use=segmenter.keyword_entropy or segmenter.use=segmenter.fixed."
+                    f"{samplers[0].name}.mode=line or {samplers[0].name}.mode=sentence, and lines or sentences of its "
+                    "responses are thoughts, or segmenter.use=segmenter.fixed."
                 )
-        if self._reads_text() and not any(s.startswith("model") for s in settings):
+        if self._reads_text() and not any(s.startswith("model") for s in self._settings):
             raise ConfigError(f"{place}: it reads texts; give the folder or hub name of the tokenizer, model.path=….")
 
-    def check_given(self, *, tokens: bool = True, values: bool) -> None:
+    @property
+    def reads_entropies(self) -> bool:
+        """Whether the entropies of the policy have a part in it."""
+        return any("entropies" in node.cls.needs_of(node.config) for node in self._running_nodes())
+
+    def check_given(
+        self,
+        *,
+        tokens: bool = True,
+        values: bool,
+        entropies: bool = False,
+        policy: bool = False,
+        verifier: bool = False,
+    ) -> None:
         """Checks that a trainer gives what the graph reads, before it samples anything.
 
         Args:
-            tokens, values: whether `Rollouts` will have them.
+            tokens, values, entropies: whether `Rollouts` will have them.
+            policy, verifier: whether the trainer attaches its model and its reward functions.
 
         Raises:
-            ConfigError: the graph reads texts or a critic's values, which the trainer does not give.
+            ConfigError: the graph reads token ids, values, entropies or a policy, which the trainer does not give.
         """
         place = f"graph '{self.name}'"
+        for node in self._running_nodes():
+            where = f"{place}, node '{node.name}'"
+            kinds = _given_kinds(self._graph, node)
+            if Verifier in kinds and self._verifier is None and not verifier:
+                raise ConfigError(_needs(where, Verifier))
+            if Policy in kinds and self.policy is None and not policy:
+                raise ConfigError(_needs(where, Policy))
+            if Policy in kinds and self.policy is None and not self._reads_trained(node):
+                raise ConfigError(
+                    f"{where} scores texts with another model than the one that is trained; pass "
+                    "policy=EndpointPolicy(…) of creditgraph.adapters.endpoint, of a server that holds it."
+                )
         if self._record is not None and not tokens:
             raise ConfigError(f"{place}: {OPTION} writes token ids, but the trainer's hook passes none.")
         if self._reads_text() and not tokens:
             raise ConfigError(
                 f"{place}: it reads texts, but the trainer's hook passes no token ids; see Rollouts.tokens."
             )
+        if not entropies and self.reads_entropies:
+            raise ConfigError(
+                f"{place}: it reads entropies, but the trainer gives none; see Rollouts.entropies. Segments can be "
+                "those of segmenter.use=segmenter.fixed."
+            )
         if not values and any(self._graph[w.source].use == CRITIC for w in self._wires()):
             raise ConfigError(f"{place}: it reads values, but the trainer gives none; see Rollouts.values.")
 
     def _check_rollouts(self, rollouts: Rollouts) -> None:
         place = f"graph '{self.name}'"
-        self.check_given(tokens=rollouts.tokens is not None, values=rollouts.values is not None)
+        has = {name: getattr(rollouts, name) is not None for name in ("tokens", "values", "entropies")}
+        self.check_given(**has)
         if self._reads_text() and not self.turns and len(torch.unique(rollouts.first)) < len(rollouts):
             raise DataError(
                 f"{place}: it reads texts, and the steps of an episode have none in one piece. Give each response as "
                 "one row, or choose a graph of turns."
             )
+
+    def _reads_trained(self, node: Node) -> bool:
+        """Whether the policy that a node reads has the learner's weights."""
+        engine = self._graph[node.wires["policy"][0].source]
+        return [wire.source for wire in engine.wires.get("weights", [])] == [self._learner.name]
 
     def _running_nodes(self) -> list[Node]:
         return [self._graph[name] for name in self.nodes]
@@ -296,9 +387,19 @@ class CreditGraph:
     def _wires(self) -> list[Wire]:
         return [wire for node in self._running_nodes() for wires in node.wires.values() for wire in wires]
 
+    @property
+    def _split(self) -> str:
+        """ "line" or "sentence": where the thoughts end that a node of the graph reads; "" if none does."""
+        mode = next((getattr(n.config, "mode", "") for n in self._graph.nodes if samples_rollouts(n)), "")
+        return mode if mode in ("line", "sentence") and any(n.use == THOUGHTS for n in self._running_nodes()) else ""
+
+    @property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._experiment.model) if self.policy is None else self.policy.tokenizer
+
     def _reads_text(self) -> bool:
         nodes = self._running_nodes()
-        return any("policy" in n.wires or n.use == "segmenter.keyword_entropy" for n in nodes)
+        return any("policy" in n.wires or n.use in ("segmenter.keyword_entropy", THOUGHTS) for n in nodes)
 
 
 def given(node: Node, output: str) -> type | None:
@@ -310,7 +411,12 @@ def given(node: Node, output: str) -> type | None:
     return next((kind for kind in kinds if socket.carries(kind)), None)
 
 
-def _running(graph: Any, learner: Node) -> tuple[str, ...]:
+def _given_kinds(graph: Graph, node: Node) -> set[type | None]:
+    """Kinds of values that a node reads and a trainer gives."""
+    return {given(graph[w.source], w.output) for wires in node.wires.values() for w in wires}
+
+
+def _running(graph: Graph, learner: Node) -> tuple[str, ...]:
     """Names of the nodes that the learner's credit needs and that no trainer replaces."""
     wanted: set[str] = set()
     queue = [learner.wires["credit"][0]]
@@ -327,8 +433,14 @@ def _running(graph: Any, learner: Node) -> tuple[str, ...]:
 
 
 def _needs(place: str, kind: type) -> str:
+    trl = "CreditGRPOTrainer of creditgraph.adapters.trl"
     if kind is Policy:
-        return f"{place} scores texts with the policy; pass policy=EndpointPolicy(…) of creditgraph.adapters.endpoint."
+        return (
+            f"{place} scores texts with the policy; pass policy=EndpointPolicy(…) of creditgraph.adapters.endpoint, or "
+            f"train with {trl}, whose own model does that."
+        )
+    if kind is Verifier:
+        return f"{place} samples and verifies continuations; train it with {trl}, or with `creditgraph train`."
     return f"{place} needs a {kind.__name__}, which no other trainer gives. Train it with `creditgraph train`."
 
 

@@ -33,7 +33,9 @@ from creditgraph.pipeline.core.jagged import Jagged
 
 @cache
 def _graph(graph: str, *overrides: str) -> CreditGraph:
-    return CreditGraph(graph, *overrides)
+    credit = CreditGraph(graph, *overrides)
+    credit.check_given(values=False)
+    return credit
 
 
 @cache

@@ -34,6 +34,7 @@ from creditgraph.adapters.loss import (
     token_losses,
 )
 from creditgraph.adapters.rows import Rollouts, log_means
+from creditgraph.adapters.trl_model import TrainerPolicy
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.jagged import Jagged
@@ -81,6 +82,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.credit_objective is None and self.loss_type == "real":
             more.append("loss_type='real'")
         check_off(self, off, f"graph '{self.credit.name}'", "ms-swift", more)
+        self._policy = TrainerPolicy(self)
+        self.credit.attach(self._policy, None, temperature=self.temperature, max_tokens=self.max_completion_length)
 
     def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[dict[str, Any]]) -> None:
         if self.dynamic_num_samples:
@@ -125,6 +128,16 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if all("solution" in sample.extra for sample in samples):
             lists["answers"] = [str(sample.extra["solution"]) for sample in samples]
         rows = {name: gather_object(values) for name, values in lists.items()}
+        entropies = None
+        asks = self.credit.reads_entropies or (self.credit.scores and self.credit.policy is self._policy)
+        if asks and any(gather_object([bool(s.images or s.videos or s.audios) for s in samples])):
+            raise ConfigError(
+                f"graph '{self.credit.name}': it reads texts with the model, but the prompts have images. Choose a "
+                "graph that reads rewards alone."
+            )
+        if self.credit.reads_entropies:
+            context, scored = (Jagged.from_rows(rows[name], torch.int32) for name in ("prompts", "tokens"))
+            entropies = self._policy.score(context, scored, self.temperature).entropies.to_padded()
         rewards = (self._rewards_per_func * self.reward_weights.unsqueeze(0)).cpu()
         return Rollouts(
             mask=Jagged.from_rows(rows.pop("mask"), torch.int64).to_padded(),
@@ -132,8 +145,20 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rewards=rewards.nansum(1).masked_fill(torch.isnan(rewards).all(1), torch.nan),
             group=torch.arange(len(rewards)) // size,
             temperature=self.temperature,
+            entropies=entropies,
             **rows,
         )
+
+    def _score(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Log-probs and entropies of the completions, both [N, T], and no router loss."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        shape = inputs["completion_ids"].shape
+        model_inputs = {"input_ids": ids, "attention_mask": attention}
+        logprobs, entropies = self._get_logps_via_local_forward(
+            model, model_inputs, shape[1], ids, compute_entropy=True
+        )
+        return logprobs.reshape(shape), entropies.reshape(shape), logprobs.new_zeros(())
 
     @torch.no_grad()
     def _prepare_loss(self, batch_encoded_inputs: list[dict[str, Any]]) -> None:
@@ -221,7 +246,7 @@ def register(graph: str, *overrides: str, objective: bool = False) -> type[Credi
             "advantages elsewhere. Train with `swift rlhf`, or with creditgraph's own learner.megatron."
         )
     CreditGRPOTrainer.credit = CreditGraph(graph, *overrides)
-    CreditGRPOTrainer.credit.check_given(values=False)
+    CreditGRPOTrainer.credit.check_given(values=False, entropies=True, policy=True)
     CreditGRPOTrainer.credit_objective = CreditGRPOTrainer.credit.objective if objective else None
     if CreditGRPOTrainer.credit_objective is not None:
         check_by_steps(CreditGRPOTrainer.credit_objective, f"graph '{graph}'")

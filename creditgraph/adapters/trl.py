@@ -35,7 +35,9 @@ from creditgraph.adapters.loss import (
     token_losses,
 )
 from creditgraph.adapters.rows import Rollouts, log_means
+from creditgraph.adapters.trl_model import TrainerPolicy, TrainerRewards, check_continues
 from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.jagged import Jagged
 
 TESTED = ("1.16", "1.15", "1.13", "1.10", "1.5", "1.0", "0.29")  # 1.15 under Unsloth only; those below it by hand
 UNSLOTH, TESTED_UNSLOTH = "UnslothGRPOTrainer", ("2026.10",)
@@ -65,6 +67,9 @@ MODEL_INPUTS = (
 class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer whose advantages come from a credit graph.
 
+    Nodes that score texts do it with the model that is trained, as TRL's loss does; nodes that continue responses
+    sample as TRL does, and its reward functions verify what they sample.
+
     A turn is a run of tokens that the model sampled (TRL's `tool_mask`). Rewards are TRL's weighted sums; they belong
     to the last turn, unless `turn_rewards` says otherwise.
 
@@ -93,13 +98,13 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> None:
         check_version("trl", TESTED)
         self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
-        self.credit.check_given(values=False)
+        self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
+        self.credit.check_given(values=False, entropies=not self._unsloth, policy=True, verifier=True)
         self.credit_objective = self.credit.objective if objective else None
         if self.credit_objective is not None:
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")
         self._per_turn = {"turn_rewards": turn_rewards, "states": turn_states}
         self._given: dict[str, Any] = {}
-        self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
         if self._unsloth:
             self._check_unsloth(objective)
         super().__init__(*args, **kwargs)
@@ -107,6 +112,13 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if hasattr(self, "compute_liger_loss"):  # until TRL 1.13 a loss of its own, of one advantage per response
             off = {"use_liger_kernel": False} | off
         check_off(self, off, f"graph '{self.credit.name}'", "TRL")
+        self._verifier = TrainerRewards(self)
+        self._policy = TrainerPolicy(self)
+        self.credit.attach(
+            self._policy, self._verifier, temperature=self.temperature, max_tokens=self.max_completion_length
+        )
+        if self.credit.samples:
+            check_continues(self, f"graph '{self.credit.name}'")
 
     def _check_unsloth(self, objective: bool) -> None:
         check_version("unsloth", TESTED_UNSLOTH)
@@ -133,9 +145,18 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
+        if self.credit.samples and mode == "eval":  # its advantages move nothing
+            return output
         size = self.num_generations if mode == "train" else self.num_generations_eval
         rollouts = self._rollouts(output, size)
         by_response = ratio_per_response(self) if self.credit_objective is None else ""
+        if self.credit.scores and self.credit.policy is self._policy and output.get("pixel_values") is not None:
+            raise ConfigError(
+                f"graph '{self.credit.name}': it reads texts with the model, but the prompts have images. Choose a "
+                "graph that reads rewards alone."
+            )
+        if self.credit.samples:
+            self._verifier.rows = gather_object(inputs)[::size]
         advantages = self.credit(rollouts, record=mode == "train", by_response=by_response)
         local = len(output["completion_ids"])
         first = self.accelerator.process_index * local
@@ -160,24 +181,33 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 for ids, kept in zip(output["prompt_ids"].tolist(), output["prompt_mask"].tolist(), strict=True)
             ],
         }
+        if self.credit.reads_entropies:
+            with torch.no_grad():
+                entropies = self._score(self.model, output, self.args.per_device_train_batch_size)[1]
+            lists["entropies"] = [row[:n] for row, n in zip(entropies.tolist(), lengths, strict=True)]
         per_row = ("turn_rewards", "states", "texts", "answers")
         lists |= {name: self._given[name] for name in per_row if self._given.get(name) is not None}
         rows = {name: gather_object(values) for name, values in lists.items()}
-        rewards = (self._given["rewards"] * self.reward_weights.to(self._given["rewards"].device)).cpu()
-        unscored = torch.isnan(rewards).all(1)
-        total = rewards.nansum(1).masked_fill(unscored, torch.nan)
+        total = self._weighted(self._given["rewards"])
         texts = rows.pop("texts")
         answers = rows.get("answers")
+        entropies = rows.pop("entropies", None)
         return Rollouts(
-            mask=_pad(rows.pop("mask")),
-            tokens=_pad(rows.pop("tokens")),
+            mask=Jagged.from_rows(rows.pop("mask"), torch.int64).to_padded(),
+            tokens=Jagged.from_rows(rows.pop("tokens"), torch.int64).to_padded(),
             rewards=total,
             group=torch.arange(len(total)) // size,
             texts=[t if isinstance(t, str) else str(t) for t in texts],
             answers=None if answers is None else [str(a) for a in answers],
             temperature=self.temperature,
+            entropies=None if entropies is None else Jagged.from_rows(entropies, torch.float32).to_padded(),
             **{name: rows[name] for name in ("prompts", "turn_rewards", "states") if name in rows},
         )
+
+    def _weighted(self, rewards: Tensor) -> Tensor:
+        """The weighted sum of what reward functions returned, [N, functions]; NaN where that was None from all."""
+        weighted: Tensor = (rewards * self.reward_weights.to(rewards.device)).cpu()
+        return weighted.nansum(1).masked_fill(torch.isnan(weighted).all(1), torch.nan)
 
     @torch.no_grad()
     def _prepare_loss(self, output: dict[str, Any]) -> None:
@@ -252,8 +282,3 @@ def _left_packed(inputs: dict[str, Any], padding: int) -> Tensor:
 def _trained(inputs: dict[str, Any]) -> Tensor:
     mask: Tensor = inputs["completion_mask"]
     return mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]
-
-
-def _pad(rows: list[list[int]]) -> Tensor:
-    width = max(map(len, rows), default=0)
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64).view(len(rows), width)

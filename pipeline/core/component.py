@@ -244,7 +244,10 @@ class Preflight:
 
     @classmethod
     def needs_of(cls, config: Any) -> frozenset[str]:
-        """What a node with these settings cannot do without: "thoughts" of responses, "states" of an environment."""
+        """What a node with these settings cannot do without.
+
+        "thoughts" or "entropies" of responses, "states" of an environment.
+        """
         return frozenset()
 
     @classmethod

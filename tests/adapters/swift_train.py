@@ -99,6 +99,8 @@ class Watched(CreditGRPOTrainer):
         turn_rewards = rollouts.turn_rewards
         self.seen |= {"mask": rollouts.trained.int().tolist(), "tokens": rollouts.tokens.tolist()}
         self.seen |= {"turn_rewards": turn_rewards, "group": rollouts.group.tolist(), "prompts": rollouts.prompts}
+        self.seen |= {"temperature": rollouts.temperature, "rewards": rollouts.rewards.tolist()}
+        self.seen |= {"texts": rollouts.texts, "answers": rollouts.answers}
         return rollouts
 
     def _postprocess_batch(self, samples, batches):

@@ -6,6 +6,9 @@ import torch
 from creditgraph.adapters.graph import CreditGraph, graph_names
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError
+from creditgraph.pipeline.core.handles import Completions, Policy, Scores, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Rewards
 from tests.adapters import slow
 
 MASK = [
@@ -136,7 +139,7 @@ def test_a_reward_per_step_belongs_to_its_last_turn():
 
 
 def test_steps_that_are_apart_or_of_two_groups_or_read_as_texts_are_refused():
-    given = {"mask": torch.ones(3, 2), "rewards": torch.ones(3)}
+    given = {"mask": torch.ones(3, 2), "rewards": torch.ones(3), "entropies": torch.ones(3, 2)}
     with pytest.raises(
         DataError, match=r"row 2 is apart from the other rows of its episode. Sort the batch by episode"
     ):
@@ -241,7 +244,7 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
             r"learner.minibatches=4 has no effect .* Expected a setting of advantage or learner",
         ),
         (["srpo"], r"graph 'srpo': it samples responses of its own \(sampler.failures, expander.reset\)"),
-        (["rredcot"], r"node 'value' scores texts with the policy; pass policy=EndpointPolicy"),
+        (["rlsd", "model.path=tiny"], "advantage.self_teacher shows reference solutions, which no trainer gives"),
         (["prime"], r"graph 'prime': value.implicit trains a model of its own"),
         (["vineppo"], r"segmenter.thought reads where thoughts end"),
         (["grpo", "advantage.normalise=std"], r"advantage.normalise.*normalize"),
@@ -250,6 +253,117 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
 def test_what_cannot_run_is_refused_when_it_is_built(arguments, sentence):
     with pytest.raises(CreditgraphError, match=sentence):
         CreditGraph(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["rredcot"],
+            r"node 'value' scores texts with the policy; pass policy=EndpointPolicy.* or train with CreditGRPO",
+        ),
+        (["vineppo", "sampler.mode=line"], "node 'value' samples and verifies continuations; train it with CreditGRPO"),
+    ],
+)
+def test_a_policy_that_nobody_gives_is_missed_before_anything_is_sampled(arguments, sentence):
+    graph = CreditGraph(*arguments, "model.path=tiny")
+    with pytest.raises(ConfigError, match=sentence):
+        graph.check_given(values=True)
+    with pytest.raises(ConfigError, match=sentence):
+        graph(rollouts())
+    graph.check_given(values=True, entropies=True, policy=True, verifier=True)
+
+
+@pytest.mark.parametrize("name", ["trace_td", "sdpo"])
+def test_the_model_of_a_trainer_stands_for_no_other(name):
+    with pytest.raises(ConfigError, match="scores texts with another model than the one that is trained; pass policy="):
+        CreditGraph(name, "model.path=tiny").check_given(values=True, policy=True)
+
+
+def test_entropies_that_nobody_gives_are_missed_before_anything_is_sampled():
+    with pytest.raises(ConfigError, match="'hicra': it reads entropies, but the trainer gives none; see Rollouts"):
+        CreditGraph("hicra").check_given(values=True)
+
+
+class Words:
+    """A tokenizer."""
+
+    TEXTS = ("", "a", " b\n", "c. ")
+
+    def batch_decode(self, rows, **_):
+        return ["".join(self.TEXTS[token] for token in row) for row in rows]
+
+
+class Continues(Policy):
+    """Continues with one token until the budget is spent."""
+
+    version = 0
+    tokenizer = Words()
+
+    def generate(self, requests):
+        self.requests = requests
+        tokens = Jagged.from_rows([[1] * most for most in requests.max_tokens.tolist()], torch.int32)
+        unknown = tokens.with_values(torch.full_like(tokens.values, torch.nan, dtype=torch.float32))
+        ends = Jagged.from_rows([[] for _ in requests.seed], torch.int32)
+        reasons = ["length"] * len(requests.seed)
+        return Completions(
+            tokens=tokens, logprobs=unknown, entropies=unknown, thought_ends=ends, finish_reason=reasons, text=reasons
+        )
+
+    def score(self, context, tokens, temperature=1.0, top=0):
+        zeros = tokens.with_values(torch.zeros(len(tokens.values)))
+        return Scores(logprobs=zeros, entropies=zeros)
+
+
+class Prefixes(Verifier):
+    """A continuation is worth a tenth of what it began with."""
+
+    def verify(self, prompts, trajectories):
+        value = trajectories.inherited / 10
+        valid = torch.ones_like(value, dtype=torch.bool)
+        return Rewards(uid=trajectories.uid, value=value, correct=valid, valid=valid, detail=[""] * len(value))
+
+
+def test_a_trainers_responses_are_continued_where_its_lines_end_within_its_budget():
+    policy = Continues()
+    graph = CreditGraph("vineppo", "sampler.mode=line", "value.continuations=2", "model.path=tiny")
+    graph.attach(policy, Prefixes(), temperature=0.7, max_tokens=9)
+    tokens = torch.tensor([[1, 2, 1, 2, 3], [3, 1, 0, 0, 0]])
+    batch = Rollouts(
+        mask=torch.tensor([[1] * 5, [1, 1, 0, 0, 0]]), tokens=tokens, rewards=torch.tensor([1.0, 0.0]), group=[0, 0]
+    )
+    # The lines are (a b) (a b) (c) and (c a); values are 0, .2, .4 and the reward, and 0 and the reward.
+    expected = torch.tensor([[0.2, 0.2, 0.2, 0.2, 0.6], [0.0] * 5])
+    torch.testing.assert_close(graph(batch), expected)
+    other = Continues()
+    graph.attach(other, Prefixes(), temperature=0.7, max_tokens=9)  # another trainer's
+    torch.testing.assert_close(graph(batch), expected)
+    assert other.requests.max_tokens.equal(policy.requests.max_tokens)
+    assert policy.requests.max_tokens.tolist() == [9, 9, 7, 7, 5, 5, 9, 9]
+    assert policy.requests.sampling.temperature == 0.7
+    assert policy.requests.sampling.thoughts is None
+
+
+def test_sampling_is_the_trainers():
+    given = {"temperature": 1.0, "max_tokens": 9}
+    graph = CreditGraph("vineppo", "sampler.mode=line", "value.top_p=0.5", "model.path=tiny")
+    with pytest.raises(ConfigError, match=r"value.top_p=0.5 has no effect here, where the trainer continues"):
+        graph.attach(Continues(), Prefixes(), **given)
+    graph = CreditGraph("vineppo", "sampler.mode=line", "model.path=tiny", policy=Continues())
+    with pytest.raises(ConfigError, match="it continues responses, which the trainer does itself"):
+        graph.attach(Continues(), Prefixes(), **given)
+
+
+def test_credit_that_is_not_a_number_is_an_error(policy):
+    graph = CreditGraph("sdpo", "model.path=tiny", policy=policy)
+    batch = Rollouts(
+        mask=torch.ones(2, 3),
+        tokens=torch.ones(2, 3, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0]),
+        group=[0, 0],
+    )
+    with pytest.raises(DataError, match=r"its credit is not a number at 3 tokens.*see Rollouts.logprobs"):
+        graph(batch)
 
 
 def test_texts_need_the_models_tokenizer():

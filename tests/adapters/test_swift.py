@@ -11,6 +11,7 @@ import torch
 from creditgraph.components.models.load import resolve_model_path
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
+from tests.adapters.test_trl import scored
 
 HERE = Path(__file__).parent
 PYTHON = ROOT.parent / ".venv-swift/bin/python"
@@ -32,6 +33,16 @@ JOBS = {
     "s_trace": {"graph": "s_trace", "objective": True},
     "no_trace": {"graph": "s_trace", "overrides": ["learner.objective.config.decay=0"], "objective": True},
     "grpo_std": {"graph": "grpo", "objective": True},
+    "rredcot": {
+        "graph": "recipe=toy_rredcot",
+        "overrides": [
+            "model.path=" + resolve_model_path("tiny"),
+            "segmenter.use=segmenter.entropy_cuts",
+            "segmenter.segments=4",
+        ],
+        "swift": {"learning_rate": 0},
+    },
+    "vineppo": {"graph": "vineppo", "overrides": ["model.path=tiny", "sampler.mode=line"]},
     "real": {"graph": "grpo", "swift": {"loss_type": "real"}},
     "gspo": {"graph": "gigpo", "turns": True, "swift": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
     "kl": {"graph": "grpo", "objective": True, "swift": {"beta": 0.04}},
@@ -94,6 +105,13 @@ def check(seen, name, advantages):
     assert max(abs(a) for row in advantages for a in row) > 0.1
 
 
+def test_texts_are_scored_by_the_model_that_is_trained(trained, policy):
+    seen = trained["rredcot"]["seen"]
+    expected, mask = scored(seen, JOBS["rredcot"], policy)
+    for row, kept, actual in zip(expected, mask, seen["advantages"], strict=True):
+        torch.testing.assert_close(torch.tensor(actual), row[kept], atol=1e-4, rtol=1e-4)
+
+
 def test_the_loss_is_that_of_the_graph(trained):
     assert trained["s_trace"]["weights"] != trained["grpo_std"]["weights"]
     assert {"credit/trace_weight", "credit/high_entropy"} <= set(trained["s_trace"]["metrics"])
@@ -107,6 +125,7 @@ def test_settings_that_a_graph_has_no_part_for_are_refused(trained):
     assert "differs within responses, but with importance_sampling_level=sequence" in trained["gspo"]["refused"]
     assert "its credit has no part for ms-swift's beta=0.04 (off: 0.0). Switch that off." in trained["kl"]["refused"]
     assert "set learner.objective.entropy_mask.scope=batch or sequence." in trained["by_group"]["refused"]
+    assert "node 'value' samples and verifies continuations" in trained["vineppo"]["refused"]
     assert "expected `swift rlhf`, got ms-swift's Megatron trainer" in trained["megatron"]["refused"]
 
 

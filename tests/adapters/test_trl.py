@@ -3,13 +3,18 @@
 import json
 import os
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.rows import Rollouts
 from creditgraph.components.models.load import resolve_model_path
 from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.jagged import Jagged
 from tests.adapters import slow
 
 HERE = Path(__file__).parent
@@ -19,6 +24,9 @@ pytestmark = [
     pytest.mark.xdist_group("trl"),
     pytest.mark.slow,
 ]
+MODEL = "model.path=" + resolve_model_path("tiny")
+PIECES = ["segmenter.use=segmenter.fixed", "segmenter.tokens=4"]
+FROZEN = {"learning_rate": 0.0}  # so that the policy of the last batch is known
 # TRL divides by the unbiased standard deviation plus 1e-4.
 AS_TRL = ["advantage.unbiased=true", "advantage.eps=1e-4"]
 JOBS = {
@@ -39,9 +47,42 @@ JOBS = {
     "ratios": {"graph": "grpo", "overrides": AS_TRL, "objective": True, "ratios": True},
     "kl": {"graph": "grpo", "objective": True, "trl": {"beta": 0.1, "top_entropy_quantile": 0.5}},
     "gspo": {"graph": "gigpo", "turns": True, "trl": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
+    "rredcot": {"graph": "recipe=toy_rredcot", "overrides": [MODEL, *PIECES, "value.value=sum"], "trl": FROZEN},
+    "rredcot_cuts": {
+        "graph": "recipe=toy_rredcot",
+        "overrides": [MODEL, "segmenter.use=segmenter.entropy_cuts", "segmenter.segments=4"],
+        "trl": FROZEN,
+    },
+    "hicra": {"graph": "hicra", "trl": FROZEN},
+    "igpo": {
+        "graph": "igpo",
+        "overrides": [MODEL, 'value.exit_text=" \\\\boxed{ "', 'value.answer_end=" }"'],
+        "turns": True,
+        "trl": FROZEN,
+    },
+    "vineppo": {"graph": "vineppo", "overrides": [MODEL, *PIECES, "value.continuations=2"], "trl": FROZEN},
+    "chat": {
+        "graph": "vineppo",
+        "overrides": [MODEL, *PIECES, "value.continuations=2"],
+        "trl": FROZEN,
+        "chat": True,
+    },
+    "thoughts": {"graph": "vineppo", "overrides": [MODEL, "sampler.mode=line", "value.continuations=1"]},
+    "vineppo_turns": {"graph": "vineppo", "overrides": [MODEL, *PIECES], "turns": True},
+    "vineppo_budget": {"graph": "vineppo", "overrides": [MODEL, *PIECES, "value.max_tokens=5"]},
+    "trace_td": {"graph": "trace_td", "overrides": [MODEL]},
     "gdpo": {"graph": "grpo", "trl": {"multi_objective_aggregation": "normalize_then_sum"}},
 }
-PLAIN = {"graph": "", "overrides": [], "objective": False, "turns": False, "trl": {}, "experts": False, "ratios": False}
+PLAIN = {
+    "graph": "",
+    "overrides": [],
+    "objective": False,
+    "turns": False,
+    "trl": {},
+    "experts": False,
+    "ratios": False,
+    "chat": False,
+}
 
 
 def train(folder, jobs, launcher=(), python=PYTHON, settings=None):
@@ -106,6 +147,97 @@ def test_advantages_equal_loops_over_what_trl_sampled(trained, name):
     torch.testing.assert_close(torch.tensor(trained[name]["logged"][-8:]), means, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["rredcot", "rredcot_cuts", "igpo", "hicra"])
+def test_texts_are_scored_by_the_model_that_is_trained(trained, policy, name):
+    check_scored(trained[name]["seen"], name, policy)
+
+
+def check_scored(seen, name, policy):
+    """Advantages are those of a graph whose texts a local policy with the same weights scores."""
+    expected, mask = scored(seen, JOBS[name], policy)
+    actual = torch.tensor(seen["advantages"])
+    expected, mask = expected[:, : actual.shape[1]], mask[:, : actual.shape[1]]
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def scored(seen, job, policy):
+    """Advantages of a job's graph with a local policy, and which tokens are trained on, both [N, T]."""
+    mask, tokens = torch.tensor(seen["mask"]), torch.tensor(seen["tokens"])
+    lengths = mask.flip(1).cummax(1).values.sum(1)
+    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    context, responses = Jagged.from_rows(seen["prompts"], torch.int32), Jagged.from_rows(rows, torch.int32)
+    temperature = seen.get("temperature", 1.0)
+    batch = Rollouts(
+        mask=mask,
+        tokens=tokens,
+        entropies=policy.score(context, responses, temperature).entropies.to_padded(),
+        temperature=temperature,
+        rewards=torch.tensor(seen["rewards"]),
+        **{key: seen[key] for key in ("group", "turn_rewards", "prompts", "texts", "answers")},
+    )
+    credit = CreditGraph(job["graph"], *job.get("overrides", []), policy=policy)
+    expected = credit(batch)
+    assert credit.metrics.get("value/scored_tokens") != 0
+    assert credit.metrics.get("value/empty_bank_share", 0) == 0
+    within = expected.where(mask != 0, -torch.inf).amax(1) - expected.where(mask != 0, torch.inf).amin(1)
+    assert within.max() > 0.01  # tokens of a response differ
+    return expected, mask != 0
+
+
+def vines(seen, policy, reward_of=lambda ids: sum(token % 3 == 0 for token in ids) / len(ids)):
+    """Advantages of VinePPO over pieces of four tokens, whose continuations are greedy and so all the same."""
+    out = []
+    for prompt, tokens, mask, reward in zip(
+        *(seen[key] for key in ("prompts", "tokens", "mask", "rewards")), strict=True
+    ):
+        response = tokens[: sum(mask)]
+        values = []
+        for start in range(0, len(response), 4):
+            request = Requests(
+                tokens=Jagged.from_rows([prompt + response[:start]], torch.int32),
+                seed=torch.zeros(1, dtype=torch.int64),
+                sampling=Sampling(temperature=0.0, max_tokens=12 - start),
+            )
+            whole = response[:start] + policy.generate(request).tokens.row(0).tolist()
+            values.append(reward_of(whole))
+        values.append(reward)
+        gains = [after - before for before, after in pairwise(values)]
+        out.append([gains[i // 4] if i < len(response) else 0.0 for i in range(len(tokens))])
+    return torch.tensor(out)
+
+
+def check_continued(seen, policy, **more):
+    """Advantages are those of `vines`."""
+    actual = torch.tensor(seen["advantages"])
+    expected = vines(seen, policy, **more)[:, : actual.shape[1]]
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    assert actual.unique().numel() > 4
+
+
+def test_responses_are_continued_as_the_trainer_samples_and_its_functions_verify_them(trained, policy):
+    check_continued(trained["vineppo"]["seen"], policy)
+    assert "credit/value/continuations" in trained["vineppo"]["metrics"]
+    # The trainer's own table has its responses alone.
+    assert len(trained["vineppo"]["logged"]) == len(trained["group"]["logged"])
+    assert "credit/value/continuations" in trained["thoughts"]["metrics"]
+
+
+def test_functions_get_messages_of_conversations_and_their_own_logs_stay_those_of_the_responses(trained, policy):
+    def reward_of(ids):
+        return len(policy.tokenizer.decode(ids, skip_special_tokens=True)) % 7 / 6
+
+    chat = trained["chat"]
+    check_continued(chat["seen"], policy, reward_of=reward_of)
+    assert chat["extra"] == {"role": len(chat["logged"])}
+    assert set(chat["counted"]) == {8.0}  # as without a graph: the responses of a batch
+
+
+def test_what_cannot_be_continued_or_scored_is_refused(trained):
+    assert "with rollout_func what follows is not up to the model alone" in trained["vineppo_turns"]["error"]
+    assert "value.max_tokens=5 has no effect here" in trained["vineppo_budget"]["error"]
+    assert "another model than the one that is trained" in trained["trace_td"]["error"]
+
+
 def test_what_the_credit_or_loss_of_a_graph_has_no_part_for_is_refused(trained):
     assert trained["kl"]["error"] == (
         "graph 'grpo': its credit has no part for TRL's beta=0.1 (off: 0.0), top_entropy_quantile=0.5 (off: 1.0). "
@@ -124,10 +256,10 @@ def test_the_loss_is_that_of_the_graph(trained):
     assert {"credit/advantage/groups", "credit/ratio_mean"} <= set(trained["grpo_std"]["metrics"])
 
 
-def test_two_processes_credit_groups_of_both(tmp_path):
+def test_two_processes_credit_groups_of_both(tmp_path, policy):
     record = [f"--record={tmp_path / 'credit.jsonl'}"]
     gigpo = JOBS["gigpo"] | {"overrides": [*JOBS["gigpo"]["overrides"], *record]}
-    jobs = {"gigpo": gigpo, "s_trace": JOBS["s_trace"]}
+    jobs = {"gigpo": gigpo, "s_trace": JOBS["s_trace"], "vineppo": JOBS["vineppo"], "rredcot": JOBS["rredcot"]}
     train(tmp_path, jobs, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     both = [json.loads((tmp_path / f"results.json.{rank}").read_text()) for rank in (0, 1)]
     for name in jobs:
@@ -138,6 +270,9 @@ def test_two_processes_credit_groups_of_both(tmp_path):
     expected = torch.tensor(slow.gigpo(mask, rewards, group, slow.states_of(mask, tokens), omega=0.5))
     actual = torch.tensor(seen[0]["advantages"] + seen[1]["advantages"])
     torch.testing.assert_close(actual, expected[:, : actual.shape[1]], atol=1e-6, rtol=1e-6)
+    vineppo = torch.tensor([row for result in both for row in result["vineppo"]["seen"]["advantages"]])
+    expected_vineppo = vines(both[0]["vineppo"]["seen"], policy)[:, : vineppo.shape[1]]
+    torch.testing.assert_close(vineppo, expected_vineppo, atol=1e-6, rtol=1e-6)
     # One of the two writes, each batch once.
     rows = [json.loads(line) for line in (tmp_path / "credit.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == len(rows) // len(mask) - 1 > 0

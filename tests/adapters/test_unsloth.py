@@ -7,7 +7,7 @@ import torch
 
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
-from tests.adapters.test_trl import JOBS, train
+from tests.adapters.test_trl import JOBS, check_continued, check_scored, train
 
 PYTHON = ROOT.parent / ".venv-unsloth/bin/python"
 TRL = ROOT.parent / ".venv-trl/bin/python"
@@ -26,7 +26,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unsloth")
     # float32 without autocast, and nothing compiled: that would take a minute.
     settings = {"UNSLOTH_MIXED_PRECISION": "bfloat16", "TORCHDYNAMO_DISABLE": "1"}
-    jobs = {name: JOBS[name] for name in ("trl_grpo", "advantages", "gigpo", "s_trace")}
+    jobs = {name: JOBS[name] for name in ("trl_grpo", "advantages", "gigpo", "s_trace", "rredcot", "vineppo", "hicra")}
     train(folder, jobs, python=PYTHON, settings=settings)
     return json.loads((folder / "results.json").read_text())
 
@@ -50,5 +50,11 @@ def test_each_token_is_trained_with_its_own_advantage(trained, tmp_path):
     torch.testing.assert_close(trained["gigpo"]["losses"], plain["losses"], atol=2e-5, rtol=0)
 
 
-def test_the_loss_of_a_graph_is_refused(trained):
+def test_its_model_scores_texts_and_continues_responses(trained, policy):
+    check_scored(trained["rredcot"]["seen"], "rredcot", policy)
+    check_continued(trained["vineppo"]["seen"], policy)
+
+
+def test_the_loss_of_a_graph_and_entropies_are_refused(trained):
     assert "Unsloth computes its losses in functions of its own" in trained["s_trace"]["error"]
+    assert "it reads entropies, but the trainer gives none" in trained["hicra"]["error"]

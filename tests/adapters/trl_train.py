@@ -2,9 +2,10 @@
 
     python trl_train.py MODEL_DIR JOBS.json RESULTS.json
 
-JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios"}}: "turns" plays two
-turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture of experts, "ratios"
-gives a correction of vLLM's log-probs, and without a graph TRL trains alone. RESULTS.json gets for each the trainer,
+JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat"}}: "turns" plays
+two turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture of experts,
+"ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts, and without a graph TRL trains
+alone. Continuations of responses are greedy. RESULTS.json gets for each the trainer,
 the loss of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages; or the
 error.
 """
@@ -36,6 +37,14 @@ OBSERVATIONS = [[5, 6], [7]]
 
 def reward(prompts, completion_ids, **_):
     return [sum(t % 3 == 0 for t in ids) / len(ids) for ids in completion_ids]
+
+
+def chat_reward(prompts, completions, log_extra, log_metric, **_):
+    assert [message["role"] for message in prompts[0]] == ["user"]
+    assert [message["role"] for message in completions[0]] == ["assistant"]
+    log_extra("role", ["assistant"] * len(completions))
+    log_metric("responses", len(completions))
+    return [len(messages[0]["content"]) % 7 / 6 for messages in completions]
 
 
 def turn_rewards(prompts, completion_ids, **_):
@@ -94,6 +103,8 @@ def load(model_dir, experts):
 def train(model_dir, job):
     torch.manual_seed(0)
     model, tokenizer = load(model_dir, job["experts"])
+    if job["chat"]:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     seen = {}
     further = {}
     cls = GRPOTrainer
@@ -111,7 +122,14 @@ def train(model_dir, job):
             seen["rewards"] = rollouts.rewards.tolist()
             seen["turn_rewards"] = rollouts.turn_rewards
             seen["group"] = rollouts.group.tolist()
+            seen.update({name: getattr(rollouts, name) for name in ("prompts", "texts", "answers")})
             return rollouts
+
+        def _generate_single_turn(self, prompt_ids, images, fields, num_generations):
+            sampled, self.generation_config.do_sample = self.generation_config.do_sample, num_generations > 1
+            found = super()._generate_single_turn(prompt_ids, images, fields, num_generations)
+            self.generation_config.do_sample = sampled
+            return found
 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
@@ -136,7 +154,6 @@ def train(model_dir, job):
             max_completion_length=12,
             max_steps=4,
             num_iterations=2,
-            learning_rate=1e-2,
             lr_scheduler_type="constant",
             optim="sgd",
             max_grad_norm=0.0,
@@ -148,14 +165,19 @@ def train(model_dir, job):
             logging_steps=1,
             disable_tqdm=True,
             seed=3,
-            **({"beta": 0.0} | job["trl"]),
+            **({"beta": 0.0, "learning_rate": 1e-2} | job["trl"]),
         )
         trainer = Watched(
             model=model,
             processing_class=tokenizer,
-            reward_funcs=reward,
+            reward_funcs=chat_reward if job["chat"] else reward,
             args=config,
-            train_dataset=Dataset.from_list([{"prompt": p, "answer": ""} for p in PROMPTS]),
+            train_dataset=Dataset.from_list(
+                [
+                    {"prompt": [{"role": "user", "content": p}] if job["chat"] else p, "answer": str(i + 2)}
+                    for i, p in enumerate(PROMPTS)
+                ]
+            ),
             rollout_func=two_turns(tokenizer) if job["turns"] else None,
             **further,
         )
@@ -167,6 +189,8 @@ def train(model_dir, job):
         "weights": [float(p.double().sum()) for p in model.parameters()],
         "metrics": sorted({name for row in history for name in row if name.startswith("credit/")}),
         "logged": list(trainer._logs["advantages"]),
+        "extra": {name: len(values) for name, values in trainer._logs.get("extra", {}).items()},
+        "counted": [row["responses"] for row in history if "responses" in row],
         "seen": seen,
     }
 

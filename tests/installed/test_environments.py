@@ -23,6 +23,7 @@ OF_EXTRAS = (
     "creditgraph.adapters.swift",
     "creditgraph.adapters.tinker",
     "creditgraph.adapters.trl",
+    "creditgraph.adapters.trl_model",
     "creditgraph.adapters.verl",
     "creditgraph.components.engine.vllm.exact",
     "creditgraph.components.engine.vllm.worker",

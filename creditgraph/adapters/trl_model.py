@@ -1,0 +1,183 @@
+"""The model and the reward functions of TRL's trainer, for the nodes of a graph that score, sample and verify.
+
+The trainer of ms-swift scores with the same policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+from trl.data_utils import is_conversational
+
+from creditgraph.pipeline.core.errors import ConfigError, RunError
+from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
+
+
+def shared(trainer: GRPOTrainer, rows: Sequence[Any], work: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+    """`work` on `rows`, one result each, of which every process does as many: some models are spread over all."""
+    if not rows:
+        return []
+    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    size = -(-len(rows) // ranks)
+    filled = [*rows, *[rows[-1]] * (size * ranks - len(rows))]
+    found: list[Any] = gather_object(work(filled[rank * size : (rank + 1) * size]))
+    return found[: len(rows)]
+
+
+def check_continues(trainer: GRPOTrainer, place: str) -> None:
+    """Raises ConfigError where the responses of the trainer cannot be continued from the middle."""
+    turns = [name for name in ("tools", "environment_factories", "rollout_func") if getattr(trainer, name, None)]
+    if turns:
+        raise ConfigError(
+            f"{place}: it continues responses from the middle, but with {', '.join(turns)} what follows is not up to "
+            "the model alone. Choose a graph that samples nothing."
+        )
+    if not {"prompt_ids", "num_generations"} <= set(inspect.signature(trainer._generate_single_turn).parameters):
+        raise ConfigError(f"{place}: it continues responses, which takes TRL 1.15 or newer; got {trl.__version__}.")
+
+
+class TrainerPolicy(Policy):
+    """The model that the trainer trains: it scores as in the trainer's loss and samples as the trainer does.
+
+    Draws are torch's or vLLM's, not those of the requests' seeds.
+    """
+
+    version = 0
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The trainer's."""
+        return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
+
+    def generate(self, requests: Requests) -> Completions:
+        """Continues each row with the sampling settings of the trainer; only the requests' budgets count."""
+        assert requests.max_tokens is not None  # of a node that continues responses
+        sampled = shared(self.trainer, requests.tokens.to_lists(), self._generate)
+        kept = [row[:most] for row, most in zip(sampled, requests.max_tokens.tolist(), strict=True)]
+        tokens = Jagged.from_rows(kept, torch.int32)
+        unknown = tokens.with_values(torch.full_like(tokens.values, torch.nan, dtype=torch.float32))
+        cut = [len(row) == most for row, most in zip(kept, requests.max_tokens.tolist(), strict=True)]
+        return Completions(
+            tokens=tokens,
+            logprobs=unknown,
+            entropies=unknown,
+            thought_ends=Jagged.from_rows([[] for _ in kept], torch.int32),
+            finish_reason=["length" if c else "eos" for c in cut],
+            text=self.tokenizer.batch_decode(kept),
+        )
+
+    def _generate(self, rows: Sequence[list[int]]) -> list[list[int]]:
+        trainer = self.trainer
+        # transformers pads a batch to its longest row, so it gets as many rows as when the trainer samples.
+        most = (
+            len(rows) if trainer.use_vllm else trainer.args.generation_batch_size // trainer.accelerator.num_processes
+        )
+        found: list[list[int]] = []
+        for first in range(0, len(rows), most):
+            found += trainer._generate_single_turn(list(rows[first : first + most]), None, {}, 1)[0]
+        return [list(row) for row in found]
+
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
+        """See `Policy.score`; at the trainer's temperature, and without further tokens."""
+        if temperature != self.trainer.temperature or top:
+            raise RunError(
+                f"TRL's model: asked for log-probs at temperature {temperature:g} and {top} further tokens; expected "
+                f"its own temperature of {self.trainer.temperature:g} and none. Choose a graph that needs no more."
+            )
+        pairs = list(zip(context.to_lists(), tokens.to_lists(), strict=True))
+        found = shared(self.trainer, pairs, self._score)
+        flat = torch.tensor([x for row in found for x in row], dtype=torch.float32).view(-1, 2)
+        return Scores(logprobs=tokens.with_values(flat[:, 0]), entropies=tokens.with_values(flat[:, 1]))
+
+    @torch.no_grad()
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[list[float]]]:
+        """Log-prob and entropy of each token of each pair of context and tokens; Unsloth has no entropies."""
+        trainer, size = self.trainer, self.trainer.args.per_device_train_batch_size
+        lengths = [len(tokens) for _, tokens in pairs]
+        if getattr(trainer, "_unsloth", False):  # it moves contexts to the left, so none may have padding there
+            pairs = [(context[:1], [*context[1:], *tokens]) for context, tokens in pairs]
+        # Rows of one length share a batch; one without tokens has its place too, as all processes need as many.
+        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
+        found: list[list[list[float]]] = [[] for _ in pairs]
+        for first in range(0, len(pairs), size):
+            part = order[first : first + size]
+            # As TRL pads them: contexts on the left, so that the head runs for few places.
+            before = Jagged.from_rows([pairs[i][0][::-1] for i in part], torch.int64)
+            after = Jagged.from_rows([pairs[i][1] or [0] for i in part], torch.int64)
+            inputs = {
+                "prompt_ids": before.to_padded().flip(1),
+                "prompt_mask": _ones(before).flip(1),
+                "completion_ids": after.to_padded(),
+                "completion_mask": _ones(after),
+            }
+            inputs = {name: x.to(trainer.accelerator.device) for name, x in inputs.items()}
+            logprobs, entropies, _ = trainer._score(trainer.model, inputs)
+            entropies = torch.full_like(logprobs, torch.nan) if entropies is None else entropies
+            rows = torch.stack([logprobs.float(), entropies.float()], dim=2).tolist()
+            for i, row in zip(part, rows, strict=True):
+                found[i] = row[: len(pairs[i][1])][len(pairs[i][1]) - lengths[i] :]
+        return found
+
+
+def _ones(rows: Jagged) -> torch.Tensor:
+    return rows.with_values(torch.ones_like(rows.values)).to_padded()
+
+
+class TrainerRewards(Verifier):
+    """The trainer's reward functions, on texts that continue its responses.
+
+    Attributes:
+        rows: the rows of the dataset, one per group.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.rows: list[dict[str, Any]] = []
+
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+        """TRL's weighted sum of its reward functions; invalid where all of them return None."""
+        rows = prompts.index_of(trajectories.prompt_uid).tolist()
+        tokens = (trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists())
+        rewards = torch.tensor(shared(self.trainer, list(zip(rows, *tokens, strict=True)), self._rewards))
+        valid = torch.isfinite(rewards)
+        value = rewards.where(valid, 0.0)
+        detail = ["" if ok else "no reward function returned a number" for ok in valid.tolist()]
+        return Rewards(uid=trajectories.uid, value=value, correct=value > 0, valid=valid, detail=detail)
+
+    def _rewards(self, given: Sequence[tuple[int, list[int], list[int]]]) -> list[float]:
+        """Rewards of (row of the dataset, tokens of the prompt, tokens of the response)."""
+        trainer = self.trainer
+        inputs = [self.rows[row] for row, _, _ in given]
+        prompts, tokens = [row["prompt"] for row in inputs], [ids for _, _, ids in given]
+        completions = self._completions(prompts[0], given)
+        per_function = GRPOTrainer._calculate_rewards(trainer, inputs, prompts, completions, tokens)
+        # What functions log is for the table of the batch's own responses.
+        trainer._pending_extra_logs.clear()
+        trainer._pending_metrics.clear()
+        first = trainer.accelerator.process_index * len(given)
+        rewards: list[float] = trainer._weighted(per_function)[first : first + len(given)].tolist()
+        return rewards
+
+    def _completions(self, prompt: Any, given: Sequence[tuple[int, list[int], list[int]]]) -> list[Any]:
+        """As TRL passes them to reward functions: texts, or messages of conversations."""
+        trainer = self.trainer
+        texts = list(trainer.processing_class.batch_decode([ids for _, _, ids in given], skip_special_tokens=True))
+        if not is_conversational({"prompt": prompt}):
+            return texts
+        tokenizer = trainer._policy.tokenizer
+        if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+            from trl.chat_template_utils import parse_response
+
+            return [[parse_response(tokenizer, ids, prefix=before)] for _, before, ids in given]
+        return [[{"role": "assistant", "content": text}] for text in texts]
