@@ -26,10 +26,9 @@ def shared(trainer: GRPOTrainer, rows: Sequence[Any], work: Callable[[Sequence[A
     if not rows:
         return []
     ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    size = -(-len(rows) // ranks)
-    filled = [*rows, *[rows[-1]] * (size * ranks - len(rows))]
-    found: list[Any] = gather_object(work(filled[rank * size : (rank + 1) * size]))
-    return found[: len(rows)]
+    filled = [*rows, *[rows[-1]] * (-len(rows) % ranks)]
+    found: list[Any] = gather_object(work(filled[rank::ranks]))  # those of the first process come first
+    return [found[i % ranks * len(found) // ranks + i // ranks] for i in range(len(rows))]
 
 
 def check_continues(trainer: GRPOTrainer, place: str) -> None:
@@ -63,11 +62,16 @@ class TrainerPolicy(Policy):
     def generate(self, requests: Requests) -> Completions:
         """Continues each row with the sampling settings of the trainer; only the requests' budgets count."""
         assert requests.max_tokens is not None  # of a node that continues responses
-        sampled = shared(self.trainer, requests.tokens.to_lists(), self._generate)
-        kept = [row[:most] for row, most in zip(sampled, requests.max_tokens.tolist(), strict=True)]
+        rows, budgets = requests.tokens.to_lists(), requests.max_tokens.tolist()
+        # Rows of one budget share a batch.
+        order = sorted(range(len(rows)), key=lambda i: budgets[i])
+        sampled = shared(self.trainer, [(rows[i], budgets[i]) for i in order], self._generate)
+        kept: list[list[int]] = [[] for _ in rows]
+        for i, row in zip(order, sampled, strict=True):
+            kept[i] = row[: budgets[i]]
         tokens = Jagged.from_rows(kept, torch.int32)
         unknown = tokens.with_values(torch.full_like(tokens.values, torch.nan, dtype=torch.float32))
-        cut = [len(row) == most for row, most in zip(kept, requests.max_tokens.tolist(), strict=True)]
+        cut = [len(row) == most for row, most in zip(kept, budgets, strict=True)]
         return Completions(
             tokens=tokens,
             logprobs=unknown,
@@ -77,16 +81,23 @@ class TrainerPolicy(Policy):
             text=self.tokenizer.batch_decode(kept),
         )
 
-    def _generate(self, rows: Sequence[list[int]]) -> list[list[int]]:
+    def _generate(self, rows: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+        """Continuations of rows of tokens, at least as long as their budgets let them be."""
         trainer = self.trainer
-        # transformers pads a batch to its longest row, so it gets as many rows as when the trainer samples.
-        most = (
-            len(rows) if trainer.use_vllm else trainer.args.generation_batch_size // trainer.accelerator.num_processes
-        )
+        if trainer.use_vllm:
+            return [list(row) for row in trainer._generate_single_turn([tokens for tokens, _ in rows], None, {}, 1)[0]]
+        # A batch is padded to its longest row, so it gets as many rows as the trainer samples at a time.
+        size = trainer.args.generation_batch_size // trainer.accelerator.num_processes
         found: list[list[int]] = []
-        for first in range(0, len(rows), most):
-            found += trainer._generate_single_turn(list(rows[first : first + most]), None, {}, 1)[0]
-        return [list(row) for row in found]
+        longest = trainer.generation_config.max_new_tokens
+        try:
+            for first in range(0, len(rows), size):
+                part = rows[first : first + size]
+                trainer.generation_config.max_new_tokens = max(budget for _, budget in part)
+                found += trainer._generate_single_turn([tokens for tokens, _ in part], None, {}, 1)[0]
+        finally:
+            trainer.generation_config.max_new_tokens = longest
+        return found
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """See `Policy.score`; at the trainer's temperature, and without further tokens."""
