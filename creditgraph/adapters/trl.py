@@ -145,7 +145,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
-        if self.credit.samples and mode == "eval":  # its advantages move nothing
+        if self.credit.scores and mode == "eval":  # its advantages move nothing
             return output
         size = self.num_generations if mode == "train" else self.num_generations_eval
         rollouts = self._rollouts(output, size)

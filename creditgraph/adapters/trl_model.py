@@ -31,6 +31,11 @@ def shared(trainer: GRPOTrainer, rows: Sequence[Any], work: Callable[[Sequence[A
     return [found[i % ranks * len(found) // ranks + i // ranks] for i in range(len(rows))]
 
 
+def at_a_time(trainer: GRPOTrainer) -> int:
+    """Rows that a process samples and rewards at a time when the trainer makes a batch."""
+    return int(trainer.args.generation_batch_size) // int(trainer.accelerator.num_processes)
+
+
 def check_continues(trainer: GRPOTrainer, place: str) -> None:
     """Raises ConfigError where the responses of the trainer cannot be continued from the middle."""
     turns = [name for name in ("tools", "environment_factories", "rollout_func") if getattr(trainer, name, None)]
@@ -86,9 +91,7 @@ class TrainerPolicy(Policy):
         trainer = self.trainer
         if trainer.use_vllm:
             return [list(row) for row in trainer._generate_single_turn([tokens for tokens, _ in rows], None, {}, 1)[0]]
-        # A batch is padded to its longest row, so it gets as many rows as the trainer samples at a time.
-        size = trainer.args.generation_batch_size // trainer.accelerator.num_processes
-        found: list[list[int]] = []
+        size, found = at_a_time(trainer), list[list[int]]()
         longest = trainer.generation_config.max_new_tokens
         try:
             for first in range(0, len(rows), size):
@@ -103,7 +106,7 @@ class TrainerPolicy(Policy):
         """See `Policy.score`; at the trainer's temperature, and without further tokens."""
         if temperature != self.trainer.temperature or top:
             raise RunError(
-                f"TRL's model: asked for log-probs at temperature {temperature:g} and {top} further tokens; expected "
+                f"the trainer's model: asked for log-probs at temperature {temperature:g} and {top} further tokens; expected "
                 f"its own temperature of {self.trainer.temperature:g} and none. Choose a graph that needs no more."
             )
         pairs = list(zip(context.to_lists(), tokens.to_lists(), strict=True))
@@ -168,6 +171,10 @@ class TrainerRewards(Verifier):
 
     def _rewards(self, given: Sequence[tuple[int, list[int], list[int]]]) -> list[float]:
         """Rewards of (row of the dataset, tokens of the prompt, tokens of the response)."""
+        size = at_a_time(self.trainer)
+        return [x for first in range(0, len(given), size) for x in self._rewards_of(given[first : first + size])]
+
+    def _rewards_of(self, given: Sequence[tuple[int, list[int], list[int]]]) -> list[float]:
         trainer = self.trainer
         inputs = [self.rows[row] for row, _, _ in given]
         prompts, tokens = [row["prompt"] for row in inputs], [ids for _, _, ids in given]

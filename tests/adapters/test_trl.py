@@ -60,7 +60,11 @@ JOBS = {
         "turns": True,
         "trl": FROZEN,
     },
-    "vineppo": {"graph": "vineppo", "overrides": [MODEL, *PIECES, "value.continuations=2"], "trl": FROZEN},
+    "vineppo": {
+        "graph": "vineppo",
+        "overrides": [MODEL, *PIECES, "value.continuations=2"],
+        "trl": FROZEN | {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
+    },
     "chat": {
         "graph": "vineppo",
         "overrides": [MODEL, *PIECES, "value.continuations=2"],
@@ -220,6 +224,12 @@ def test_responses_are_continued_as_the_trainer_samples_and_its_functions_verify
     # The trainer's own table has its responses alone.
     assert len(trained["vineppo"]["logged"]) == len(trained["group"]["logged"])
     assert "credit/value/continuations" in trained["thoughts"]["metrics"]
+    assert trained["vineppo"]["evaluated"] == [
+        "eval_reward",
+        "eval_reward_std",
+        "eval_rewards/reward/mean",
+        "eval_rewards/reward/std",
+    ]
 
 
 def test_functions_get_messages_of_conversations_and_their_own_logs_stay_those_of_the_responses(trained, policy):

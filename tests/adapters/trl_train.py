@@ -105,6 +105,7 @@ def train(model_dir, job):
     model, tokenizer = load(model_dir, job["experts"])
     if job["chat"]:
         tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if job["chat"] else PROMPTS
     seen = {}
     further = {}
     cls = GRPOTrainer
@@ -133,7 +134,8 @@ def train(model_dir, job):
 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
-            seen["advantages"] = output["advantages"].tolist()
+            if self.model.training:
+                seen["advantages"] = output["advantages"].tolist()
             if job["ratios"]:
                 output["importance_sampling_ratio"] = 0.5 + output["completion_ids"] % 7 / 6
             return output
@@ -172,12 +174,10 @@ def train(model_dir, job):
             processing_class=tokenizer,
             reward_funcs=chat_reward if job["chat"] else reward,
             args=config,
-            train_dataset=Dataset.from_list(
-                [
-                    {"prompt": [{"role": "user", "content": p}] if job["chat"] else p, "answer": str(i + 2)}
-                    for i, p in enumerate(PROMPTS)
-                ]
+            train_dataset=(
+                data := Dataset.from_list([{"prompt": p, "answer": str(i + 2)} for i, p in enumerate(prompts)])
             ),
+            eval_dataset=data,
             rollout_func=two_turns(tokenizer) if job["turns"] else None,
             **further,
         )
@@ -187,6 +187,9 @@ def train(model_dir, job):
         "trainer": GRPOTrainer.__name__,
         "losses": [row["loss"] for row in history if "loss" in row],
         "weights": [float(p.double().sum()) for p in model.parameters()],
+        "evaluated": sorted(
+            {name for row in history for name in row if name.startswith(("eval_reward", "eval_credit"))}
+        ),
         "metrics": sorted({name for row in history for name in row if name.startswith("credit/")}),
         "logged": list(trainer._logs["advantages"]),
         "extra": {name: len(values) for name, values in trainer._logs.get("extra", {}).items()},
