@@ -241,7 +241,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """TRL's or Unsloth's, which moves the padding of texts from the left of a prompt to the end of its row."""
-        if self._unsloth and inputs.get("pixel_values") is None and inputs.get("pixel_values_videos") is None:
+        plain = inputs.get("pixel_values") is None and inputs.get("pixel_values_videos") is None
+        if self._unsloth and plain and inputs["advantages"].dim() == 2:
             inputs = inputs | {"advantages": _left_packed(inputs, self.processing_class.pad_token_id)}
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[no-any-return]
 

@@ -106,8 +106,8 @@ class TrainerPolicy(Policy):
         """See `Policy.score`; at the trainer's temperature, and without further tokens."""
         if temperature != self.trainer.temperature or top:
             raise RunError(
-                f"the trainer's model: asked for log-probs at temperature {temperature:g} and {top} further tokens; expected "
-                f"its own temperature of {self.trainer.temperature:g} and none. Choose a graph that needs no more."
+                f"the trainer's model: asked for log-probs at temperature {temperature:g} and {top} further tokens; "
+                f"expected its own temperature of {self.trainer.temperature:g} and none. Choose another graph."
             )
         pairs = list(zip(context.to_lists(), tokens.to_lists(), strict=True))
         found = shared(self.trainer, pairs, self._score)
