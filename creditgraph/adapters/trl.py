@@ -12,6 +12,7 @@ Unsloth puts a trainer of its own in the place of TRL's when it is imported, so 
 subclass of that one, whose losses take advantages per token too.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     to the last turn, unless `turn_rewards` says otherwise.
 
     Args:
-        credit: a `CreditGraph`, or the name of a graph.
+        credit: a `CreditGraph`, or the name of a graph, whose `model.path` is then `model` if that is a name.
         objective: the loss is that of the graph, with its aggregation, times TRL's correction of vLLM's log-probs;
             `loss_type` and `epsilon` have no effect. Without it TRL's loss reads the graph's advantages.
         turn_rewards: called as a reward function of TRL; returns for each completion the reward of each turn. Their
@@ -97,7 +98,11 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         check_version("trl", TESTED)
-        self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
+        if isinstance(credit, str):
+            model = kwargs.get("model", args[0] if args else None)
+            named = isinstance(model, str) and re.fullmatch(r"[\w./-]+", model)
+            credit = CreditGraph(credit, *([f"model.path={model}"] if named else []))
+        self.credit = credit
         self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
         self.credit.check_given(values=False, entropies=not self._unsloth, policy=True, verifier=True)
         self.credit_objective = self.credit.objective if objective else None

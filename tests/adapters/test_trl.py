@@ -72,6 +72,7 @@ JOBS = {
         "chat": True,
     },
     "thoughts": {"graph": "vineppo", "overrides": [MODEL, "sampler.mode=line", "value.continuations=1"]},
+    "named": {"graph": "rredcot", "trl": FROZEN | {"model_init_kwargs": {"dtype": "float32"}}, "named": True},
     "vineppo_turns": {"graph": "vineppo", "overrides": [MODEL, *PIECES], "turns": True},
     "vineppo_budget": {"graph": "vineppo", "overrides": [MODEL, *PIECES, "value.max_tokens=5"]},
     "trace_td": {"graph": "trace_td", "overrides": [MODEL]},
@@ -86,6 +87,7 @@ PLAIN = {
     "experts": False,
     "ratios": False,
     "chat": False,
+    "named": False,
 }
 
 
@@ -240,6 +242,10 @@ def test_functions_get_messages_of_conversations_and_their_own_logs_stay_those_o
     check_continued(chat["seen"], policy, reward_of=reward_of)
     assert chat["extra"] == {"role": len(chat["logged"])}
     assert set(chat["counted"]) == {8.0}  # as without a graph: the responses of a batch
+
+
+def test_the_name_of_the_model_is_that_of_the_graphs(trained):
+    assert "credit/value/scored_tokens" in trained["named"]["metrics"]
 
 
 def test_what_cannot_be_continued_or_scored_is_refused(trained):

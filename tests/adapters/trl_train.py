@@ -2,10 +2,10 @@
 
     python trl_train.py MODEL_DIR JOBS.json RESULTS.json
 
-JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat"}}: "turns" plays
-two turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture of experts,
-"ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts, and without a graph TRL trains
-alone. Continuations of responses are greedy. RESULTS.json gets for each the trainer,
+JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat", "named"}}:
+"turns" plays two turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture of
+experts, "ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts, "named" has TRL load the model,
+and without a graph TRL trains alone. Continuations of responses are greedy. RESULTS.json gets for each the trainer,
 the loss of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages; or the
 error.
 """
@@ -111,7 +111,8 @@ def train(model_dir, job):
     cls = GRPOTrainer
     if job["graph"]:
         cls = CreditGRPOTrainer
-        further = {"credit": CreditGraph(job["graph"], *job["overrides"]), "objective": job["objective"]}
+        credit = CreditGraph(job["graph"], *job["overrides"]) if job["overrides"] else job["graph"]
+        further = {"credit": credit, "objective": job["objective"]}
         if job["turns"]:
             further["turn_rewards"] = turn_rewards
 
@@ -170,7 +171,7 @@ def train(model_dir, job):
             **({"beta": 0.0, "learning_rate": 1e-2} | job["trl"]),
         )
         trainer = Watched(
-            model=model,
+            model=model_dir if job["named"] else model,
             processing_class=tokenizer,
             reward_funcs=chat_reward if job["chat"] else reward,
             args=config,
@@ -186,7 +187,7 @@ def train(model_dir, job):
     return {
         "trainer": GRPOTrainer.__name__,
         "losses": [row["loss"] for row in history if "loss" in row],
-        "weights": [float(p.double().sum()) for p in model.parameters()],
+        "weights": [float(p.double().sum()) for p in trainer.model.parameters()],
         "evaluated": sorted(
             {name for row in history for name in row if name.startswith(("eval_reward", "eval_credit"))}
         ),
