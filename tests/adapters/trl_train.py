@@ -3,11 +3,11 @@
     python trl_train.py MODEL_DIR JOBS.json RESULTS.json
 
 JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat", "named"}}:
-"turns" plays two turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture of
-experts, "ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts, "named" has TRL load the model,
-and without a graph TRL trains alone. Continuations of responses are greedy. RESULTS.json gets for each the trainer,
-the loss of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages; or the
-error.
+"turns" plays two turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture
+of experts, "ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts, "named" has TRL load
+the model, and without a graph TRL trains alone. Continuations of responses are greedy. RESULTS.json gets for each the
+trainer, the loss of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages;
+or the error.
 """
 
 import json
