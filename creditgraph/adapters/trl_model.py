@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import trl
 from accelerate.utils import gather_object
+from torch import Tensor
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
 
@@ -19,6 +21,9 @@ from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
+
+BRANCHES = 1024
+"""tokens of branches that a trunk has at a time, which bounds logits and mask"""
 
 
 def shared(trainer: GRPOTrainer, rows: Sequence[Any], work: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
@@ -58,6 +63,7 @@ class TrainerPolicy(Policy):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self._takes_masks: bool | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -104,15 +110,17 @@ class TrainerPolicy(Policy):
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """See `Policy.score`; at the trainer's temperature, and without further tokens."""
+        self._check_asked(temperature, top)
+        return _scores(
+            tokens, shared(self.trainer, list(zip(context.to_lists(), tokens.to_lists(), strict=True)), self._score)
+        )
+
+    def _check_asked(self, temperature: float, top: int) -> None:
         if temperature != self.trainer.temperature or top:
             raise RunError(
                 f"the trainer's model: asked for log-probs at temperature {temperature:g} and {top} further tokens; "
                 f"expected its own temperature of {self.trainer.temperature:g} and none. Choose another graph."
             )
-        pairs = list(zip(context.to_lists(), tokens.to_lists(), strict=True))
-        found = shared(self.trainer, pairs, self._score)
-        flat = torch.tensor([x for row in found for x in row], dtype=torch.float32).view(-1, 2)
-        return Scores(logprobs=tokens.with_values(flat[:, 0]), entropies=tokens.with_values(flat[:, 1]))
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[list[list[float]]]:
@@ -143,8 +151,87 @@ class TrainerPolicy(Policy):
                 found[i] = row[: len(pairs[i][1])][len(pairs[i][1]) - lengths[i] :]
         return found
 
+    def score_branches(
+        self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
+    ) -> Scores:
+        """A trunk runs once for its branches, where the model's attention takes a mask; else see `Policy`."""
+        if self._takes_masks is None and len(tokens.values):
+            first = (tokens.lengths > 0).nonzero()[:8, 0]
+            given = (trunk, row[first], at[first], tokens.select(first), temperature)
+            self._takes_masks = self._may_take_masks and self._agrees(*given)
+        scored = self._packed if self._takes_masks else super().score_branches
+        return scored(trunk, row, at, tokens, temperature)
 
-def _ones(rows: Jagged) -> torch.Tensor:
+    def _agrees(self, *given: Any) -> bool:
+        packed, plain = (score(*given).logprobs.values for score in (self._packed, super().score_branches))
+        # bfloat16 keeps 8 bits, so another order of sums moves a log-prob by hundredths.
+        return bool((packed - plain).abs().mean() <= 0.05)
+
+    @property
+    def _may_take_masks(self) -> bool:
+        """Whether every layer sees all that the mask lets it see."""
+        config = self.trainer.model.config
+        text = config.get_text_config()
+        full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        full &= getattr(text, "sliding_window", None) is None
+        masked = config._attn_implementation in ("sdpa", "eager") and not getattr(self.trainer, "_unsloth", False)
+        return bool(full and masked)
+
+    def _packed(self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float) -> Scores:
+        self._check_asked(temperature, 0)
+        rows, after, starts = trunk.to_lists(), tokens.to_lists(), at.tolist()
+        parts: list[list[int]] = []
+        used = [b for b in torch.argsort(row, stable=True).tolist() if after[b]]
+        for b in used:
+            size = sum(len(after[other]) for other in parts[-1]) if parts else BRANCHES
+            if not parts or int(row[parts[-1][0]]) != int(row[b]) or size + len(after[b]) > BRANCHES:
+                parts.append([])
+            parts[-1].append(b)
+        given = [(rows[int(row[part[0]])], [(starts[b], after[b]) for b in part]) for part in parts]
+        found = shared(self.trainer, given, lambda mine: [self._branched(*one) for one in mine])
+        scored = dict(zip(used, (numbers for one in found for numbers in one), strict=True))
+        return _scores(tokens, [scored.get(b, []) for b in range(len(after))])
+
+    @torch.no_grad()
+    def _branched(self, trunk: list[int], branches: list[tuple[int, list[int]]]) -> list[list[list[float]]]:
+        """Log-prob and entropy of each token of branches (tokens of the trunk before it, its own tokens)."""
+        trainer, device = self.trainer, self.trainer.accelerator.device
+        reach = max(at for at, _ in branches)
+        ids, positions = trunk[:reach], list(range(reach))
+        seen = torch.ones(reach, reach, dtype=torch.bool).tril()
+        predicting: list[int] = []
+        for at, tokens in branches:
+            inner, begin = tokens[:-1], len(ids)
+            predicting += [at - 1, *range(begin, begin + len(inner))]
+            ids, positions = ids + inner, positions + list(range(at, at + len(inner)))
+            own = torch.ones(len(inner), len(inner), dtype=torch.bool).tril()
+            before = (torch.arange(begin) < at).expand(len(inner), -1)
+            seen = torch.cat([torch.nn.functional.pad(seen, (0, len(inner))), torch.cat([before, own], dim=1)])
+        dtype = next(trainer.model.parameters()).dtype
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min).to(device)
+        with trainer.accelerator.autocast():
+            logits = trainer.model(
+                input_ids=torch.tensor([ids], device=device),
+                attention_mask=mask[None, None],
+                position_ids=torch.tensor([positions], device=device),
+                logits_to_keep=torch.tensor(predicting, device=device),
+                use_cache=False,
+            ).logits[0]
+        logprobs = (logits.float() / trainer.temperature).log_softmax(1)
+        scored = torch.tensor([t for _, tokens in branches for t in tokens], device=device)
+        own = logprobs.gather(1, scored[:, None])[:, 0]
+        numbers = torch.stack([own, -(logprobs.exp() * logprobs).sum(1)], dim=1).tolist()
+        ends = list(accumulate(len(tokens) for _, tokens in branches))
+        return [numbers[end - len(tokens) : end] for end, (_, tokens) in zip(ends, branches, strict=True)]
+
+
+def _scores(tokens: Jagged, found: Sequence[Sequence[Sequence[float]]]) -> Scores:
+    """Of log-prob and entropy of each token of each row."""
+    flat = torch.tensor([x for row in found for x in row], dtype=torch.float32).view(-1, 2)
+    return Scores(logprobs=tokens.with_values(flat[:, 0]), entropies=tokens.with_values(flat[:, 1]))
+
+
+def _ones(rows: Jagged) -> Tensor:
     return rows.with_values(torch.ones_like(rows.values)).to_padded()
 
 

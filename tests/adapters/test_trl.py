@@ -47,7 +47,12 @@ JOBS = {
     "ratios": {"graph": "grpo", "overrides": AS_TRL, "objective": True, "ratios": True},
     "kl": {"graph": "grpo", "objective": True, "trl": {"beta": 0.1, "top_entropy_quantile": 0.5}},
     "gspo": {"graph": "gigpo", "turns": True, "trl": {"loss_type": "grpo", "importance_sampling_level": "sequence"}},
-    "rredcot": {"graph": "recipe=toy_rredcot", "overrides": [MODEL, *PIECES, "value.value=sum"], "trl": FROZEN},
+    "rredcot": {
+        "graph": "recipe=toy_rredcot",
+        "overrides": [MODEL, *PIECES, "value.value=sum"],
+        "trl": FROZEN,
+        "branches": True,
+    },
     "rredcot_cuts": {
         "graph": "recipe=toy_rredcot",
         "overrides": [MODEL, "segmenter.use=segmenter.entropy_cuts", "segmenter.segments=4"],
@@ -88,6 +93,7 @@ PLAIN = {
     "ratios": False,
     "chat": False,
     "named": False,
+    "branches": False,
 }
 
 
@@ -156,6 +162,13 @@ def test_advantages_equal_loops_over_what_trl_sampled(trained, name):
 @pytest.mark.parametrize("name", ["rredcot", "rredcot_cuts", "igpo", "hicra"])
 def test_texts_are_scored_by_the_model_that_is_trained(trained, policy, name):
     check_scored(trained[name]["seen"], name, policy)
+
+
+def test_a_trunk_that_runs_once_gives_its_branches_the_scores_of_rows_of_their_own(trained):
+    packed, plain = map(torch.tensor, trained["rredcot"]["branches"])
+    torch.testing.assert_close(packed, plain, atol=2e-6, rtol=2e-6)
+    assert packed[0].std() > 1
+    assert trained["rredcot"]["masks"] is True
 
 
 def check_scored(seen, name, policy):

@@ -2,12 +2,12 @@
 
     python trl_train.py MODEL_DIR JOBS.json RESULTS.json
 
-JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat", "named"}}:
-"turns" plays two turns with an observation between them, "trl" are fields of GRPOConfig, "experts" trains a mixture
-of experts, "ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts, "named" has TRL load
-the model, and without a graph TRL trains alone. Continuations of responses are greedy. RESULTS.json gets for each the
-trainer, the loss of each step, the weights' sums, metrics, and the rollouts of the last batch with their advantages;
-or the error.
+JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat", "named",
+"branches"}}: "turns" plays two turns with an observation between them, "trl" are fields of GRPOConfig, "experts"
+trains a mixture of experts, "ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts,
+"named" has TRL load the model, "branches" scores some, and without a graph TRL trains alone. Continuations of
+responses are greedy. RESULTS.json gets for each the trainer, the loss of each step, the weights' sums, metrics, and
+the rollouts of the last batch with their advantages; or the error.
 """
 
 import json
@@ -26,9 +26,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from trl import GRPOConfig, GRPOTrainer
 
+from creditgraph.adapters import trl_model
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.trl import CreditGRPOTrainer
 from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.handles import Policy
+from creditgraph.pipeline.core.jagged import Jagged
 
 torch.set_num_threads(1)
 PROMPTS = ["<solve> 3 + 4", "<solve> 5 - 2 + 1", "<solve> 2 * 3", "<solve> 7 + 1 - 2 - 3"]
@@ -188,6 +191,8 @@ def train(model_dir, job):
         "trainer": GRPOTrainer.__name__,
         "losses": [row["loss"] for row in history if "loss" in row],
         "weights": [float(p.double().sum()) for p in trainer.model.parameters()],
+        "branches": branches(trainer._policy) if job["branches"] else None,
+        "masks": job["graph"] and trainer._policy._takes_masks,
         "evaluated": sorted(
             {name for row in history for name in row if name.startswith(("eval_reward", "eval_credit"))}
         ),
@@ -197,6 +202,18 @@ def train(model_dir, job):
         "counted": [row["responses"] for row in history if "responses" in row],
         "seen": seen,
     }
+
+
+def branches(policy):
+    """Log-probs and entropies of branches of three trunks, packed and one by one."""
+    trunk = Jagged.from_rows([[3 + (7 * i + j) % 40 for j in range(n)] for i, n in enumerate((9, 5, 7))], torch.int32)
+    tokens = Jagged.from_rows(
+        [[4 + (5 * i + j) % 40 for j in range(n)] for i, n in enumerate((3, 0, 2, 4, 1, 5))], torch.int32
+    )
+    given = (trunk, torch.tensor([2, 0, 0, 1, 0, 2]), torch.tensor([7, 1, 9, 5, 4, 3]), tokens)
+    trl_model.BRANCHES = 6  # so that a trunk runs more than once
+    scores = policy._packed(*given, 1.0), Policy.score_branches(policy, *given)
+    return [[x.values.tolist() for x in (one.logprobs, one.entropies)] for one in scores]
 
 
 def trained_or_refused(model_dir, job):
