@@ -170,12 +170,13 @@ class TrainerPolicy(Policy):
     @property
     def _may_take_masks(self) -> bool:
         """Whether every layer sees all that the mask lets it see."""
-        config = self.trainer.model.config
-        text = config.get_text_config()
+        model = self.trainer.model
+        config, text = model.config, model.config.get_text_config()
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # without adapters of peft
         full = set(getattr(text, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         full &= getattr(text, "sliding_window", None) is None
         masked = config._attn_implementation in ("sdpa", "eager") and not getattr(self.trainer, "_unsloth", False)
-        return bool(full and masked)
+        return bool(full and masked and "logits_to_keep" in inspect.signature(type(plain).forward).parameters)
 
     def _packed(self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float) -> Scores:
         self._check_asked(temperature, 0)
