@@ -10,6 +10,7 @@ responses are greedy. RESULTS.json gets for each the trainer, the loss of each s
 the rollouts of the last batch with their advantages; or the error.
 """
 
+import functools
 import json
 import os
 import sys
@@ -130,9 +131,10 @@ def train(model_dir, job):
             seen.update({name: getattr(rollouts, name) for name in ("prompts", "texts", "answers")})
             return rollouts
 
-        def _generate_single_turn(self, prompt_ids, images, fields, num_generations):
-            sampled, self.generation_config.do_sample = self.generation_config.do_sample, num_generations > 1
-            found = super()._generate_single_turn(prompt_ids, images, fields, num_generations)
+        @functools.wraps(cls._generate_single_turn)
+        def _generate_single_turn(self, prompt_ids, images, fields, *num_generations):
+            sampled, self.generation_config.do_sample = self.generation_config.do_sample, num_generations != (1,)
+            found = super()._generate_single_turn(prompt_ids, images, fields, *num_generations)
             self.generation_config.do_sample = sampled
             return found
 
