@@ -1,0 +1,108 @@
+"""A session of a graph whose sampler, rewards, prompts, policy and critic are another trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from creditgraph.adapters.rows import Rollouts, Spans
+from creditgraph.pipeline.app.credit.sessions import samples_rollouts
+from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.graph import Graph
+from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, SegmentValues, Trajectories, Turns
+from creditgraph.pipeline.core.sockets import Node, Wire
+from creditgraph.pipeline.run.session import GraphSession
+
+CRITIC = "value.critic"
+# Kinds of values that the trainer gives, whatever node of the graph makes them in a run.
+GIVEN = (Rewards, Prompts, Turns, Policy, Verifier)
+
+
+class HostedSession(GraphSession):
+    """A session whose sampler, rewards, prompts, policy and critic are another trainer's."""
+
+    host: dict[type, Any]
+    rollouts: Rollouts
+    spans: Spans
+
+    def begin(self, rollouts: Rollouts, spans: Spans, host: dict[type, Any]) -> None:
+        """Forgets the last batch."""
+        self.rollouts, self.spans, self.host = rollouts, spans, host
+        self._values.clear()
+        for runner in self._all_runners:
+            runner.context.metrics.clear()
+
+    def supply(self, wire: Wire, iteration: int) -> Any:
+        """What the trainer gives, or the output of a node."""
+        kind = given(self.graph[wire.source], wire.output)
+        if kind is None:
+            return super().supply(wire, iteration)
+        if kind is SegmentValues:
+            return self._values_of_critic(self.graph[wire.source], iteration)
+        if self.host.get(kind) is None:
+            raise ConfigError(needed(f"node '{wire.source}'", kind))
+        return self.host[kind]
+
+    def _values_of_critic(self, node: Node, iteration: int) -> SegmentValues:
+        """The critic's value at the start of each segment or turn; the last one of a row, which none reads, is 0."""
+        rows = self.value((node.wires.get("segments") or node.wires["turns"])[0], iteration)
+        assert self.rollouts.values is not None  # checked before the first node ran
+        tokens = self.spans.gather(self.rollouts.values.float())
+        ends = rows.ends.to_lists() if "segments" in node.wires else [[n] for n in tokens.lengths.tolist()]
+        starts = Jagged.from_rows([[0, *row] for row in ends], torch.int64)
+        padded = torch.cat([tokens.values, torch.zeros(1)])
+        at = starts.values + tokens.offsets[:-1][starts.row_ids]
+        last = starts.values == tokens.lengths[starts.row_ids]
+        return SegmentValues(uid=rows.uid, values=starts.with_values(padded[at].where(~last, 0.0)))
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """ "node/metric" → number, of the nodes that ran."""
+        runners = self._runners.items()
+        return {f"{name}/{metric}": x for name, r in runners for metric, x in r.context.metrics.items()}
+
+
+def given(node: Node, output: str) -> type | None:
+    """The kind of value that a trainer gives in place of this output; None where the node runs."""
+    socket = node.sockets.outputs[output]
+    if node.use == CRITIC and socket.carries(SegmentValues):
+        return SegmentValues
+    kinds = ((Trajectories,) if samples_rollouts(node) else ()) + GIVEN
+    return next((kind for kind in kinds if socket.carries(kind)), None)
+
+
+def given_kinds(graph: Graph, node: Node) -> set[type | None]:
+    """Kinds of values that a node reads and a trainer gives."""
+    return {given(graph[w.source], w.output) for wires in node.wires.values() for w in wires}
+
+
+def running(graph: Graph, learner: Node) -> tuple[str, ...]:
+    """Names of the nodes that the learner's credit needs and that no trainer replaces."""
+    wanted: set[str] = set()
+    queue = [learner.wires["credit"][0]]
+    while queue:
+        wire = queue.pop()
+        node = graph[wire.source]
+        kind = given(node, wire.output)
+        if kind is SegmentValues:
+            queue += node.wires.get("segments", [])
+        if kind is None and node.name not in wanted:
+            wanted.add(node.name)
+            queue += [w for wires in node.wires.values() for w in wires]
+    return tuple(node.name for node in graph.nodes if node.name in wanted)
+
+
+def needed(place: str, kind: type) -> str:
+    """The sentence on a kind of value that is not there, and where there is one."""
+    trl = "CreditGRPOTrainer of creditgraph.adapters.trl"
+    if kind is Policy:
+        return (
+            f"{place} scores texts with the policy; pass policy=EndpointPolicy(…) of creditgraph.adapters.endpoint, or "
+            f"train with {trl}, whose own model does that."
+        )
+    if kind is Verifier:
+        return f"{place} samples and verifies continuations; train it with {trl}, or with `creditgraph train`."
+    return f"{place} needs a {kind.__name__}, which no other trainer gives. Train it with `creditgraph train`."
