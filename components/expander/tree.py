@@ -69,6 +69,12 @@ class Tree(Carrier):
 
     config: Config
 
+    @classmethod
+    def needs_of(cls, config: Config) -> frozenset[str]:
+        """What uncertainty is measured by."""
+        measures = {"logprob": "logprobs", "entropy": "entropies"}
+        return frozenset({measures[config.uncertain.measure]} if config.rule == "uncertain" else ())
+
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Grows all trees level by level, or round by round, each in one request batch."""
         settings = self.config

@@ -133,6 +133,11 @@ class AnswerLikelihood(AnswerEstimator):
     config: Config
 
     @classmethod
+    def needs_of(cls, config: Config) -> frozenset[str]:
+        """The probability q of what was drawn."""
+        return frozenset({"logprobs"} if config.weights == "proposal" else ())
+
+    @classmethod
     def costs(cls, node: Any, graph: Any) -> list[str]:
         """The cost of scoring a reference at every boundary of the longest responses."""
         drawing = graph[node.wires["prompts"][0].source]

@@ -44,8 +44,9 @@ class Estimator:
     def credit(self) -> CreditGraph:
         """The graph, built once."""
         if self._credit is None:
-            self._credit = CreditGraph(self.graph, *self.overrides)
-            self._credit.check_given(values=True)  # only a batch shows whether there are any
+            credit = CreditGraph(self.graph, *self.overrides)
+            credit.check_given(values=True)  # only a batch shows whether there are any
+            self._credit = credit
         return self._credit
 
     @torch.no_grad()

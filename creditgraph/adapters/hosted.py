@@ -1,4 +1,7 @@
-"""A session of a graph whose sampler, rewards, prompts, policy and critic are another trainer's."""
+"""A session of a graph whose sampler, rewards, prompts, policy and critic are another trainer's.
+
+A graph that makes its rows itself, by resets, trees or revisions, gets prompts, policy and verifier alone.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,28 @@ GIVEN = (Rewards, Prompts, Turns, Policy, Verifier)
 
 
 class HostedSession(GraphSession):
-    """A session whose sampler, rewards, prompts, policy and critic are another trainer's."""
+    """A session of which a trainer gives a part.
 
+    Attributes:
+        makes_rows: whether the graph makes its rows itself.
+    """
+
+    makes_rows = False
     host: dict[type, Any]
-    rollouts: Rollouts
-    spans: Spans
+    given: tuple[Rollouts, Spans]
 
-    def begin(self, rollouts: Rollouts, spans: Spans, host: dict[type, Any]) -> None:
-        """Forgets the last batch."""
-        self.rollouts, self.spans, self.host = rollouts, spans, host
+    def begin(self, host: dict[type, Any], *given: Any) -> None:
+        """Forgets the last batch; `given` are the trainer's rollouts and their spans, if the graph reads any."""
+        self.host = host
+        if given:
+            self.given = given
         self._values.clear()
         for runner in self._all_runners:
             runner.context.metrics.clear()
 
     def supply(self, wire: Wire, iteration: int) -> Any:
         """What the trainer gives, or the output of a node."""
-        kind = given(self.graph[wire.source], wire.output)
+        kind = given(self.graph[wire.source], wire.output, self.makes_rows)
         if kind is None:
             return super().supply(wire, iteration)
         if kind is SegmentValues:
@@ -49,8 +58,9 @@ class HostedSession(GraphSession):
     def _values_of_critic(self, node: Node, iteration: int) -> SegmentValues:
         """The critic's value at the start of each segment or turn; the last one of a row, which none reads, is 0."""
         rows = self.value((node.wires.get("segments") or node.wires["turns"])[0], iteration)
-        assert self.rollouts.values is not None  # checked before the first node ran
-        tokens = self.spans.gather(self.rollouts.values.float())
+        rollouts, spans = self.given
+        assert rollouts.values is not None  # checked before the first node ran
+        tokens = spans.gather(rollouts.values.float())
         ends = rows.ends.to_lists() if "segments" in node.wires else [[n] for n in tokens.lengths.tolist()]
         starts = Jagged.from_rows([[0, *row] for row in ends], torch.int64)
         padded = torch.cat([tokens.values, torch.zeros(1)])
@@ -65,28 +75,32 @@ class HostedSession(GraphSession):
         return {f"{name}/{metric}": x for name, r in runners for metric, x in r.context.metrics.items()}
 
 
-def given(node: Node, output: str) -> type | None:
+def given(node: Node, output: str, makes_rows: bool) -> type | None:
     """The kind of value that a trainer gives in place of this output; None where the node runs."""
     socket = node.sockets.outputs[output]
+    if makes_rows:
+        # Prompts that a node has from another one are a choice of its own.
+        first = not any(other.carries(Prompts) for other in node.sockets.inputs.values())
+        return next((kind for kind in (Policy, Verifier, *(Prompts,) * first) if socket.carries(kind)), None)
     if node.use == CRITIC and socket.carries(SegmentValues):
         return SegmentValues
     kinds = ((Trajectories,) if samples_rollouts(node) else ()) + GIVEN
     return next((kind for kind in kinds if socket.carries(kind)), None)
 
 
-def given_kinds(graph: Graph, node: Node) -> set[type | None]:
+def given_kinds(graph: Graph, node: Node, makes_rows: bool) -> set[type | None]:
     """Kinds of values that a node reads and a trainer gives."""
-    return {given(graph[w.source], w.output) for wires in node.wires.values() for w in wires}
+    return {given(graph[w.source], w.output, makes_rows) for wires in node.wires.values() for w in wires}
 
 
-def running(graph: Graph, learner: Node) -> tuple[str, ...]:
-    """Names of the nodes that the learner's credit needs and that no trainer replaces."""
+def running(graph: Graph, learner: Node, makes_rows: bool) -> tuple[str, ...]:
+    """Names of the nodes that the learner's credit, and rows of the graph's own, need and that no trainer replaces."""
     wanted: set[str] = set()
-    queue = [learner.wires["credit"][0]]
+    queue = [*learner.wires["credit"], *(learner.wires["trajectories"] if makes_rows else ())]
     while queue:
         wire = queue.pop()
         node = graph[wire.source]
-        kind = given(node, wire.output)
+        kind = given(node, wire.output, makes_rows)
         if kind is SegmentValues:
             queue += node.wires.get("segments", [])
         if kind is None and node.name not in wanted:

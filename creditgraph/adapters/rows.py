@@ -191,11 +191,11 @@ def trajectories_of(rollouts: Rollouts, spans: Spans, group: Tensor, uid: Tensor
     )
 
 
-def rewards_of(rollouts: Rollouts, row: Tensor, uid: Tensor) -> Rewards:
-    """The outcome of the row of each trajectory."""
+def rewards_of(rollouts: Rollouts, row: Tensor, uid: Tensor, right_above: float = 0.0) -> Rewards:
+    """The outcome of the row of each trajectory, right where it is above a number."""
     value, valid = outcomes(rollouts)
     detail = ["" if ok else "the trainer's reward is not a finite number" for ok in valid[row].tolist()]
-    return Rewards(uid=uid, value=value[row], correct=value[row] > 0, valid=valid[row], detail=detail)
+    return Rewards(uid=uid, value=value[row], correct=value[row] > right_above, valid=valid[row], detail=detail)
 
 
 def turn_rows(rollouts: Rollouts, spans: Spans, uid: Tensor) -> Turns:

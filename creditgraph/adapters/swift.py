@@ -128,16 +128,14 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if all("solution" in sample.extra for sample in samples):
             lists["answers"] = [str(sample.extra["solution"]) for sample in samples]
         rows = {name: gather_object(values) for name, values in lists.items()}
-        entropies = None
-        asks = self.credit.reads_entropies or (self.credit.scores and self.credit.policy is self._policy)
+        scores: dict[str, Any] = {}
+        asks = self.credit.reads_scores or (self.credit.scores and self.credit.policy is self._policy)
         if asks and any(gather_object([bool(s.images or s.videos or s.audios) for s in samples])):
-            raise ConfigError(
-                f"graph '{self.credit.name}': it reads texts with the model, but the prompts have images. Choose a "
-                "graph that reads rewards alone."
-            )
-        if self.credit.reads_entropies:
+            self.credit.refuse_images()
+        if self.credit.reads_scores:
             context, scored = (Jagged.from_rows(rows[name], torch.int32) for name in ("prompts", "tokens"))
-            entropies = self._policy.score(context, scored, self.temperature).entropies.to_padded()
+            found = self._policy.score(context, scored, self.temperature)
+            scores = {"logprobs": found.logprobs.to_padded(), "entropies": found.entropies.to_padded()}
         rewards = (self._rewards_per_func * self.reward_weights.unsqueeze(0)).cpu()
         return Rollouts(
             mask=Jagged.from_rows(rows.pop("mask"), torch.int64).to_padded(),
@@ -145,7 +143,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rewards=rewards.nansum(1).masked_fill(torch.isnan(rewards).all(1), torch.nan),
             group=torch.arange(len(rewards)) // size,
             temperature=self.temperature,
-            entropies=entropies,
+            **scores,
             **rows,
         )
 
@@ -246,7 +244,7 @@ def register(graph: str, *overrides: str, objective: bool = False) -> type[Credi
             "advantages elsewhere. Train with `swift rlhf`, or with creditgraph's own learner.megatron."
         )
     CreditGRPOTrainer.credit = CreditGraph(graph, *overrides)
-    CreditGRPOTrainer.credit.check_given(values=False, entropies=True, policy=True)
+    CreditGRPOTrainer.credit.check_given(values=False, logprobs=True, entropies=True, policy=True)
     CreditGRPOTrainer.credit_objective = CreditGRPOTrainer.credit.objective if objective else None
     if CreditGRPOTrainer.credit_objective is not None:
         check_by_steps(CreditGRPOTrainer.credit_objective, f"graph '{graph}'")

@@ -37,6 +37,7 @@ from creditgraph.adapters.loss import (
 )
 from creditgraph.adapters.rows import Rollouts, log_means
 from creditgraph.adapters.trl_model import TrainerPolicy, TrainerRewards, check_continues
+from creditgraph.adapters.trl_rows import GraphRows, as_wide
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
@@ -50,6 +51,7 @@ LOSS_OFF = {
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
 }
+SCORES = ("logprobs", "entropies")
 PerTurn = Callable[..., Sequence[Sequence[Any]]]
 MODEL_INPUTS = (
     "pixel_values",
@@ -68,8 +70,8 @@ MODEL_INPUTS = (
 class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer whose advantages come from a credit graph.
 
-    Nodes that score texts do it with the model that is trained, as TRL's loss does; nodes that continue responses
-    sample as TRL does, and its reward functions verify what they sample.
+    Nodes that score texts do it with the model that is trained, as TRL's loss does; nodes that sample do it as TRL
+    does, and its reward functions verify what they sample. TRL trains on rows that a graph makes itself.
 
     A turn is a run of tokens that the model sampled (TRL's `tool_mask`). Rewards are TRL's weighted sums; they belong
     to the last turn, unless `turn_rewards` says otherwise.
@@ -104,7 +106,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             credit = CreditGraph(credit, *([f"model.path={model}"] if named else []))
         self.credit = credit
         self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
-        self.credit.check_given(values=False, entropies=not self._unsloth, policy=True, verifier=True)
+        given = {"logprobs": True, "entropies": not self._unsloth, "policy": True, "verifier": True, "rows": True}
+        self.credit.check_given(values=False, **given)
         self.credit_objective = self.credit.objective if objective else None
         if self.credit_objective is not None:
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")
@@ -118,12 +121,13 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             off = {"use_liger_kernel": False} | off
         check_off(self, off, f"graph '{self.credit.name}'", "TRL")
         self._verifier = TrainerRewards(self)
-        self._policy = TrainerPolicy(self)
+        self._policy = TrainerPolicy(self, scores_sampled=self.credit.makes_rows and self.credit.reads_scores)
         self.credit.attach(
             self._policy, self._verifier, temperature=self.temperature, max_tokens=self.max_completion_length
         )
         if self.credit.samples:
             check_continues(self, f"graph '{self.credit.name}'")
+        self._rows = GraphRows(self.credit) if self.credit.makes_rows else None
 
     def _check_unsloth(self, objective: bool) -> None:
         check_version("unsloth", TESTED_UNSLOTH)
@@ -148,31 +152,41 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
+        size = self.num_generations if mode == "train" else self.num_generations_eval
+        if self.credit.samples:
+            every = gather_object(inputs)
+            self._verifier.rows = every[::size]
+        if self._rows is not None:
+            self._rows.inputs = every
+            self.rollout_func = self._rows if mode == "train" else None
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.credit.scores and mode == "eval":  # its advantages move nothing
             return output
-        size = self.num_generations if mode == "train" else self.num_generations_eval
         rollouts = self._rollouts(output, size)
         by_response = ratio_per_response(self) if self.credit_objective is None else ""
         if self.credit.scores and self.credit.policy is self._policy and output.get("pixel_values") is not None:
-            raise ConfigError(
-                f"graph '{self.credit.name}': it reads texts with the model, but the prompts have images. Choose a "
-                "graph that reads rewards alone."
-            )
-        if self.credit.samples:
-            self._verifier.rows = gather_object(inputs)[::size]
-        advantages = self.credit(rollouts, record=mode == "train", by_response=by_response)
-        local = len(output["completion_ids"])
-        first = self.accelerator.process_index * local
-        mine = advantages[first : first + local, : output["completion_ids"].shape[1]]
-        output["advantages"] = mine.to(output["completion_ids"].device)
+            self.credit.refuse_images()
+        if self._rows is None:
+            advantages = self.credit(rollouts, record=mode == "train", by_response=by_response)
+        else:
+            advantages = as_wide(self._rows.advantages, rollouts.mask.shape[1]).where(rollouts.trained, 0.0)
+            self.credit.check_credit(advantages, rollouts.trained, by_response)
+            self.credit.record(rollouts, advantages)
+        output["advantages"] = self._mine(advantages, output)
         for name, value in self.credit.metrics.items():
             self._metrics[mode][f"credit/{name}"].append(value)
         log_means(self._logs["advantages"], advantages, rollouts.trained)
         if self.credit_objective is not None and mode == "train":
-            self._prepare_loss(output)
+            columns = {} if self._rows is None else self._rows.columns
+            self._prepare_loss(output, {name: self._mine(column, output) for name, column in columns.items()})
         return output
+
+    def _mine(self, column: Tensor, output: dict[str, Any]) -> Tensor:
+        """The rows of this process, as wide as the batch."""
+        completions = output["completion_ids"]
+        first = self.accelerator.process_index * len(completions)
+        return as_wide(column[first : first + len(completions)], completions.shape[1]).to(completions.device)
 
     def _rollouts(self, output: dict[str, Any], size: int) -> Rollouts:
         """The completions of all processes, as groups may lie in several."""
@@ -186,17 +200,21 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 for ids, kept in zip(output["prompt_ids"].tolist(), output["prompt_mask"].tolist(), strict=True)
             ],
         }
-        if self.credit.reads_entropies:
+        if self.credit.reads_scores and self._rows is None:
             with torch.no_grad():
-                entropies = self._score(self.model, output, self.args.per_device_train_batch_size)[1]
-            lists["entropies"] = [row[:n] for row, n in zip(entropies.tolist(), lengths, strict=True)]
+                scored = self._score(self.model, output, self.args.per_device_train_batch_size)
+            for name, numbers in zip(SCORES, scored, strict=False):
+                if numbers is not None:  # Unsloth has no entropies
+                    lists[name] = [row[:n] for row, n in zip(numbers.tolist(), lengths, strict=True)]
         per_row = ("turn_rewards", "states", "texts", "answers")
         lists |= {name: self._given[name] for name in per_row if self._given.get(name) is not None}
         rows = {name: gather_object(values) for name, values in lists.items()}
         total = self._weighted(self._given["rewards"])
         texts = rows.pop("texts")
         answers = rows.get("answers")
-        entropies = rows.pop("entropies", None)
+        scores: dict[str, Any] = {
+            name: Jagged.from_rows(rows[name], torch.float32).to_padded() for name in SCORES if name in rows
+        }
         return Rollouts(
             mask=Jagged.from_rows(rows.pop("mask"), torch.int64).to_padded(),
             tokens=Jagged.from_rows(rows.pop("tokens"), torch.int64).to_padded(),
@@ -205,7 +223,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             texts=[t if isinstance(t, str) else str(t) for t in texts],
             answers=None if answers is None else [str(a) for a in answers],
             temperature=self.temperature,
-            entropies=None if entropies is None else Jagged.from_rows(entropies, torch.float32).to_padded(),
+            **scores,
             **{name: rows[name] for name in ("prompts", "turn_rewards", "states") if name in rows},
         )
 
@@ -215,13 +233,14 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return weighted.nansum(1).masked_fill(torch.isnan(weighted).all(1), torch.nan)
 
     @torch.no_grad()
-    def _prepare_loss(self, output: dict[str, Any]) -> None:
+    def _prepare_loss(self, output: dict[str, Any], columns: dict[str, Tensor]) -> None:
         """Adds log-probs of the sampling weights, and the objective's columns, to the batch, for all its steps."""
         size = self.args.per_device_train_batch_size
         logprobs, entropies, _ = self._score(self.model, output, size)
         output["old_per_token_logps"] = logprobs
         assert self.credit_objective is not None
-        inputs = loss_inputs(logprobs, logprobs, output["advantages"], _trained(output), old_entropies=entropies)
+        given = (logprobs, logprobs, output["advantages"], _trained(output))
+        inputs = loss_inputs(*given, old_entropies=entropies, columns=columns)
         width = logprobs.shape[1]
 
         def all_sum(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ The trainer of ms-swift scores with the same policy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -57,12 +58,16 @@ class TrainerPolicy(Policy):
     """The model that the trainer trains: it scores as in the trainer's loss and samples as the trainer does.
 
     Draws are torch's or vLLM's, not those of the requests' seeds.
+
+    Args:
+        trainer: of TRL or ms-swift.
+        scores_sampled: whether what it samples has log-probs and entropies, which takes one more forward pass.
     """
 
     version = 0
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, scores_sampled: bool = False) -> None:
+        self.trainer, self.scores_sampled = trainer, scores_sampled
         self._takes_masks: bool | None = None
 
     @property
@@ -71,41 +76,62 @@ class TrainerPolicy(Policy):
         return getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
 
     def generate(self, requests: Requests) -> Completions:
-        """Continues each row with the sampling settings of the trainer; only the requests' budgets count."""
-        assert requests.max_tokens is not None  # of a node that continues responses
-        rows, budgets = requests.tokens.to_lists(), requests.max_tokens.tolist()
+        """Continues each row as the trainer samples; of the requests only temperature and budgets count."""
+        rows, sampling = requests.tokens.to_lists(), requests.sampling
+        most = torch.full((len(rows),), sampling.max_tokens) if requests.max_tokens is None else requests.max_tokens
+        budgets = most.tolist()
         # Rows of one budget share a batch.
         order = sorted(range(len(rows)), key=lambda i: budgets[i])
-        sampled = shared(self.trainer, [(rows[i], budgets[i]) for i in order], self._generate)
+        with self._limits("temperature", sampling.temperature):
+            sampled = shared(self.trainer, [(rows[i], budgets[i]) for i in order], self._generate)
         kept: list[list[int]] = [[] for _ in rows]
-        for i, row in zip(order, sampled, strict=True):
-            kept[i] = row[: budgets[i]]
+        known: list[list[float]] = [[] for _ in rows]
+        for i, (ids, logprobs) in zip(order, sampled, strict=True):
+            kept[i], known[i] = ids[: budgets[i]], logprobs[: budgets[i]]
         tokens = Jagged.from_rows(kept, torch.int32)
-        unknown = tokens.with_values(torch.full_like(tokens.values, torch.nan, dtype=torch.float32))
-        cut = [len(row) == most for row, most in zip(kept, budgets, strict=True)]
+        logprobs = Jagged.from_rows(known, torch.float32)
+        entropies = tokens.with_values(torch.full_like(logprobs.values, torch.nan))
+        if self.scores_sampled and len(tokens.values):
+            scores = self.score(requests.tokens, tokens, self.trainer.temperature)
+            values = logprobs.values.where(logprobs.values.isfinite(), scores.logprobs.values)
+            logprobs, entropies = logprobs.with_values(values), scores.entropies
+        ends = {self.tokenizer.eos_token_id, *(getattr(self.trainer, "eos_token_ids", None) or ())}
+        ended = [bool(row) and row[-1] in ends for row in kept]
         return Completions(
             tokens=tokens,
-            logprobs=unknown,
-            entropies=unknown,
+            logprobs=logprobs,
+            entropies=entropies,
             thought_ends=Jagged.from_rows([[] for _ in kept], torch.int32),
-            finish_reason=["length" if c else "eos" for c in cut],
+            finish_reason=["eos" if e else "length" for e in ended],
             text=self.tokenizer.batch_decode(kept),
         )
 
-    def _generate(self, rows: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """Continuations of rows of tokens, at least as long as their budgets let them be."""
+    @contextmanager
+    def _limits(self, name: str, value: float) -> Iterator[None]:
+        """Sets a sampling setting of the trainer for a while."""
         trainer = self.trainer
-        if trainer.use_vllm:
-            return [list(row) for row in trainer._generate_single_turn([tokens for tokens, _ in rows], None, {}, 1)[0]]
-        size, found = at_a_time(trainer), list[list[int]]()
-        longest = trainer.generation_config.max_new_tokens
+        holder = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+        before = getattr(holder, name)
+        setattr(holder, name, value)
         try:
-            for first in range(0, len(rows), size):
-                part = rows[first : first + size]
-                trainer.generation_config.max_new_tokens = max(budget for _, budget in part)
-                found += trainer._generate_single_turn([tokens for tokens, _ in part], None, {}, 1)[0]
+            yield
         finally:
-            trainer.generation_config.max_new_tokens = longest
+            setattr(holder, name, before)
+
+    def _generate(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[list[int], list[float]]]:
+        """Continuations of rows of tokens, at least as long as their budgets let them be, and their log-probs."""
+        trainer = self.trainer
+        size, found = len(rows) if trainer.use_vllm else at_a_time(trainer), list[tuple[list[int], list[float]]]()
+        name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
+        for first in range(0, len(rows), size):
+            part = rows[first : first + size]
+            with self._limits(name, max(budget for _, budget in part)):
+                ids, logprobs = trainer._generate_single_turn([tokens for tokens, _ in part], None, {}, 1)
+            known = [[torch.nan] * len(row) for row in ids] if logprobs is None else logprobs
+            found += [
+                (list(row), [torch.nan if x is None else x for x in numbers])
+                for row, numbers in zip(ids, known, strict=True)
+            ]
         return found
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
@@ -240,7 +266,7 @@ class TrainerRewards(Verifier):
     """The trainer's reward functions, on texts that continue its responses.
 
     Attributes:
-        rows: the rows of the dataset, one per group.
+        rows: the rows of the dataset, one per prompt, whose uid is its place.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -249,13 +275,14 @@ class TrainerRewards(Verifier):
 
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """TRL's weighted sum of its reward functions; invalid where all of them return None."""
-        rows = prompts.index_of(trajectories.prompt_uid).tolist()
+        rows = trajectories.prompt_uid.tolist()
         tokens = (trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists())
         rewards = torch.tensor(shared(self.trainer, list(zip(rows, *tokens, strict=True)), self._rewards))
         valid = torch.isfinite(rewards)
         value = rewards.where(valid, 0.0)
+        right = valid & (value > self.trainer.credit.right_above)
         detail = ["" if ok else "no reward function returned a number" for ok in valid.tolist()]
-        return Rewards(uid=trajectories.uid, value=value, correct=value > 0, valid=valid, detail=detail)
+        return Rewards(uid=trajectories.uid, value=value, correct=right, valid=valid, detail=detail)
 
     def _rewards(self, given: Sequence[tuple[int, list[int], list[int]]]) -> list[float]:
         """Rewards of (row of the dataset, tokens of the prompt, tokens of the response)."""

@@ -246,7 +246,7 @@ class Preflight:
     def needs_of(cls, config: Any) -> frozenset[str]:
         """What a node with these settings cannot do without.
 
-        "thoughts" or "entropies" of responses, "states" of an environment.
+        "thoughts", "logprobs" or "entropies" of responses, "states" of an environment.
         """
         return frozenset()
 

@@ -227,7 +227,7 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
     assert {"grpo", "gigpo", "gae_turns", "mt_grpo", "s_trace", "grpo_lambda", "ppo", "turn_ppo", "hicra"} <= set(
         credited
     )
-    assert {"srpo", "rredcot", "vineppo", "treerl"} <= set(refused)
+    assert {"srpo", "rredcot", "vineppo", "treerl", "distill"} <= set(refused)
     assert [name for name, sentence in refused.items() if name not in sentence] == []
 
 
@@ -243,7 +243,6 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
             ["grpo", "learner.minibatches=4"],
             r"learner.minibatches=4 has no effect .* Expected a setting of advantage or learner",
         ),
-        (["srpo"], r"graph 'srpo': it samples responses of its own \(sampler.failures, expander.reset\)"),
         (["rlsd", "model.path=tiny"], "advantage.self_teacher shows reference solutions, which no trainer gives"),
         (["prime"], r"graph 'prime': value.implicit trains a model of its own"),
         (["vineppo"], r"segmenter.thought reads where thoughts end"),
@@ -278,6 +277,23 @@ def test_a_policy_that_nobody_gives_is_missed_before_anything_is_sampled(argumen
 def test_the_model_of_a_trainer_stands_for_no_other(name):
     with pytest.raises(ConfigError, match="scores texts with another model than the one that is trained; pass policy="):
         CreditGraph(name, "model.path=tiny").check_given(values=True, policy=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "sentence"),
+    [
+        ("srpo", {}, r"'srpo': it samples responses of its own \(sampler.failures, expander.reset\)"),
+        ("srpo", {"rows": True}, "'srpo': localizer.self reads where thoughts end"),
+        ("tree_turns", {"rows": True}, "it plays episodes of its own"),
+        ("intervention", {"rows": True}, "or stops after a thought"),
+        ("sdpo", {}, "it reads log-probs of the sampled tokens, but the trainer gives none; see Rollouts.logprobs"),
+    ],
+)
+def test_rows_and_log_probs_that_a_trainer_has_not_are_missed_before_anything_is_sampled(name, more, sentence, policy):
+    graph = CreditGraph(name, "model.path=tiny")
+    graph.policy = policy
+    with pytest.raises(ConfigError, match=sentence):
+        graph.check_given(values=True, entropies=True, verifier=True, **more)
 
 
 def test_entropies_that_nobody_gives_are_missed_before_anything_is_sampled():
@@ -361,6 +377,7 @@ def test_credit_that_is_not_a_number_is_an_error(policy):
         tokens=torch.ones(2, 3, dtype=torch.int64),
         rewards=torch.tensor([1.0, 0.0]),
         group=[0, 0],
+        logprobs=torch.full((2, 3), torch.nan),
     )
     with pytest.raises(DataError, match=r"its credit is not a number at 3 tokens.*see Rollouts.logprobs"):
         graph(batch)

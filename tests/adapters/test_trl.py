@@ -27,6 +27,14 @@ pytestmark = [
 MODEL = "model.path=" + resolve_model_path("tiny")
 PIECES = ["segmenter.use=segmenter.fixed", "segmenter.tokens=4"]
 FROZEN = {"learning_rate": 0.0}  # so that the policy of the last batch is known
+RESETS = [
+    "sampler.mode=sentence",
+    "expander.mode=sentence",
+    "sampler.group_size=4",
+    "sampler.split=1x2",
+    "expander.suffixes=2",
+    "--right-above=0.3",
+]
 # TRL divides by the unbiased standard deviation plus 1e-4.
 AS_TRL = ["advantage.unbiased=true", "advantage.eps=1e-4"]
 JOBS = {
@@ -80,6 +88,59 @@ JOBS = {
     "named": {"graph": "rredcot", "trl": FROZEN | {"model_init_kwargs": {"dtype": "float32"}}, "named": True},
     "vineppo_turns": {"graph": "vineppo", "overrides": [MODEL, *PIECES], "turns": True},
     "vineppo_budget": {"graph": "vineppo", "overrides": [MODEL, *PIECES, "value.max_tokens=5"]},
+    "rredcot_drawn": {
+        "graph": "rredcot",
+        "overrides": [
+            MODEL,
+            *PIECES,
+            "value.value=continuation",
+            "value.weights=proposal",
+            "value.length_normalise=false",
+        ],
+        "trl": FROZEN,
+    },
+    "trl_means": {"trl": {"loss_type": "grpo", "scale_rewards": "none"}},
+    "one_level": {
+        "graph": "spo_tree",
+        "overrides": [MODEL, "sampler.segments.branching=[4]", "advantage.max_probability=1"],
+        "trl": {"loss_type": "grpo"},
+    },
+    "rrpo": {"graph": "rrpo", "overrides": [MODEL, *RESETS]},
+    "srpo": {
+        "graph": "srpo",
+        "overrides": [MODEL, *RESETS, "localizer.max_tokens=16"],
+        "trl": FROZEN | {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
+    },
+    "ibpo": {
+        "graph": "ibpo",
+        "overrides": [MODEL, "sampler.group_size=4", "reviser.references=1", "--right-above=0.2"],
+        "objective": True,
+        "trl": {"num_generations": 8, "max_completion_length": 60},
+    },
+    "ibpo_off": {
+        "graph": "ibpo",
+        "overrides": [
+            MODEL,
+            "sampler.group_size=4",
+            "advantage.shaping=0",
+            "advantage.mask=none",
+            "advantage.train_revision=false",
+            "advantage.raise_edits=true",
+        ],
+    },
+    "treerl": {
+        "graph": "treerl",
+        "overrides": [
+            MODEL,
+            "sampler.uncertain.chains=2",
+            "sampler.uncertain.points=1",
+            "sampler.uncertain.branches=1",
+        ],
+    },
+    "rows": {"graph": "srpo", "overrides": [MODEL, "sampler.mode=sentence", "expander.mode=sentence"]},
+    "modes": {"graph": "srpo", "overrides": [MODEL]},
+    "budget": {"graph": "rrpo", "overrides": [MODEL, *RESETS, "sampler.max_tokens=5", "expander.max_tokens=5"]},
+    "episodes": {"graph": "tree_turns", "overrides": [MODEL]},
     "trace_td": {"graph": "trace_td", "overrides": [MODEL]},
     "gdpo": {"graph": "grpo", "trl": {"multi_objective_aggregation": "normalize_then_sum"}},
 }
@@ -159,7 +220,7 @@ def test_advantages_equal_loops_over_what_trl_sampled(trained, name):
     torch.testing.assert_close(torch.tensor(trained[name]["logged"][-8:]), means, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["rredcot", "rredcot_cuts", "igpo", "hicra"])
+@pytest.mark.parametrize("name", ["rredcot", "rredcot_cuts", "rredcot_drawn", "igpo", "hicra"])
 def test_texts_are_scored_by_the_model_that_is_trained(trained, policy, name):
     check_scored(trained[name]["seen"], name, policy)
 
@@ -186,10 +247,12 @@ def scored(seen, job, policy):
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     context, responses = Jagged.from_rows(seen["prompts"], torch.int32), Jagged.from_rows(rows, torch.int32)
     temperature = seen.get("temperature", 1.0)
+    scores = policy.score(context, responses, temperature)
     batch = Rollouts(
         mask=mask,
         tokens=tokens,
-        entropies=policy.score(context, responses, temperature).entropies.to_padded(),
+        logprobs=scores.logprobs.to_padded(),
+        entropies=scores.entropies.to_padded(),
         temperature=temperature,
         rewards=torch.tensor(seen["rewards"]),
         **{key: seen[key] for key in ("group", "turn_rewards", "prompts", "texts", "answers")},
@@ -257,6 +320,82 @@ def test_functions_get_messages_of_conversations_and_their_own_logs_stay_those_o
     assert set(chat["counted"]) == {8.0}  # as without a graph: the responses of a batch
 
 
+def test_a_tree_of_one_level_trains_as_trl_does_on_rewards_less_their_mean(trained):
+    torch.testing.assert_close(trained["one_level"]["losses"], trained["trl_means"]["losses"], atol=2e-7, rtol=0)
+    torch.testing.assert_close(trained["one_level"]["weights"], trained["trl_means"]["weights"], atol=2e-6, rtol=1e-6)
+    assert trained["one_level"]["weights"] != trained["trl_grpo"]["weights"]
+
+
+def check_reset(seen, size=4):
+    """Rows of resets and their advantages, for groups in which everything is known again from what TRL had."""
+    rows, rewards = seen["rows"], [sum(t % 3 == 0 for t in ids) / len(ids) for ids in seen["rows"]["tokens"]]
+    assert max(rows["inherited"]) > 0
+    order = sorted(range(len(rewards)), key=lambda i: rows["prompt"][i])  # a prompt's places follow each other
+    assert len(order) == len(seen["mask"])
+    assert seen["group"] == [i // size for i in range(len(order))]
+    for place, row in enumerate(order):
+        tokens, inherited, length = rows["tokens"][row], rows["inherited"][row], len(rows["tokens"][row])
+        assert seen["tokens"][place][:length] == tokens
+        assert seen["mask"][place] == [int(inherited <= t < length) for t in range(len(seen["mask"][place]))]
+        members = [i for i in order if rows["group"][i] == rows["group"][row]]
+        kept = rows["tokens"][members[0]][:inherited]
+        assert all(rows["tokens"][i][:inherited] == kept for i in members)
+        mean = sum(rewards[i] for i in members) / len(members)
+        std = (sum((rewards[i] - mean) ** 2 for i in members) / len(members)) ** 0.5
+        expected = (rewards[row] - mean) / std if std > 1e-8 else 0.0
+        found = torch.tensor(seen["advantages"][place])
+        trained = torch.tensor(seen["mask"][place][: len(found)])
+        torch.testing.assert_close(found, expected * trained, atol=1e-5, rtol=1e-5)
+
+
+def test_trl_trains_on_the_rows_of_resets(trained):
+    check_reset(trained["rrpo"]["seen"])
+    assert {"credit/localizer/step_fraction", "credit/expander/prefix_share"} <= set(trained["srpo"]["metrics"])
+    assert trained["srpo"]["evaluated"][0] == "eval_reward"
+    assert not [name for name in trained["srpo"]["evaluated"] if "credit" in name]
+
+
+def test_revisions_join_the_batch_and_places_without_a_row_are_not_trained_on(trained):
+    seen = trained["ibpo"]["seen"]
+    rows = len(seen["rows"]["prompt"])
+    assert 4 < rows < 8  # with a revision
+    empty = [tokens[1:] == [0] * (len(tokens) - 1) for tokens in seen["tokens"]]
+    assert sum(empty) == 8 - rows
+    assert not any(any(mask) for mask, e in zip(seen["mask"], empty, strict=True) if e)
+    assert torch.tensor(seen["advantages"])[torch.tensor(empty)].abs().max() == 0
+    assert {"credit/advantage/edited_share", "credit/ratio_mean"} <= set(trained["ibpo"]["metrics"])
+    assert len(set(trained["ibpo"]["losses"])) == 4
+
+
+def test_without_revisions_and_shaping_ibpo_compares_responses_as_grpo(trained):
+    seen = trained["ibpo_off"]["seen"]
+    actual = torch.tensor(seen["advantages"])
+    expected = torch.tensor(slow.grpo(seen["mask"], seen["rewards"], seen["group"]))
+    torch.testing.assert_close(actual, expected[:, : actual.shape[1]], atol=1e-4, rtol=1e-4)
+    assert actual.abs().max() > 0.5
+
+
+def test_trees_branch_where_the_model_was_uncertain(trained):
+    check_branches(trained["treerl"]["seen"]["rows"])
+
+
+def check_branches(rows):
+    """Rows with inherited tokens share them with another row of their prompt."""
+    branches = [i for i, inherited in enumerate(rows["inherited"]) if inherited]
+    assert branches
+    for i in branches:
+        shared = rows["tokens"][i][: rows["inherited"][i]]
+        others = [rows["tokens"][j] for j in range(8) if j != i and rows["prompt"][j] == rows["prompt"][i]]
+        assert any(tokens[: len(shared)] == shared for tokens in others)
+
+
+def test_rows_that_trl_cannot_hold_or_make_are_refused(trained):
+    assert "makes 8 rows for a prompt, but num_generations=4" in trained["rows"]["error"]
+    assert "localizer.self reads where thoughts end, which another trainer does not record" in trained["modes"]["error"]
+    assert "sampler.max_tokens=5 has no effect here" in trained["budget"]["error"]
+    assert "it plays episodes of its own" in trained["episodes"]["error"]
+
+
 def test_the_name_of_the_model_is_that_of_the_graphs(trained):
     assert "credit/value/scored_tokens" in trained["named"]["metrics"]
 
@@ -289,10 +428,14 @@ def test_two_processes_credit_groups_of_both(tmp_path, policy):
     record = [f"--record={tmp_path / 'credit.jsonl'}"]
     gigpo = JOBS["gigpo"] | {"overrides": [*JOBS["gigpo"]["overrides"], *record]}
     jobs = {"gigpo": gigpo, "s_trace": JOBS["s_trace"], "vineppo": JOBS["vineppo"], "rredcot": JOBS["rredcot"]}
+    jobs["rrpo"] = JOBS["rrpo"] | {"objective": True}
     train(tmp_path, jobs, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     both = [json.loads((tmp_path / f"results.json.{rank}").read_text()) for rank in (0, 1)]
     for name in jobs:
         assert both[0][name]["weights"] == both[1][name]["weights"]
+    resets = [result["rrpo"]["seen"] for result in both]
+    assert resets[0]["rows"] == resets[1]["rows"]
+    check_reset(resets[0] | {"advantages": resets[0]["advantages"] + resets[1]["advantages"]})
     seen = [result["gigpo"]["seen"] for result in both]
     mask, rewards, group, tokens = (seen[0][key] for key in ("mask", "turn_rewards", "group", "tokens"))
     assert (mask, rewards, group) == tuple(seen[1][key] for key in ("mask", "turn_rewards", "group"))

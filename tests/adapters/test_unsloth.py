@@ -7,7 +7,7 @@ import torch
 
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
-from tests.adapters.test_trl import JOBS, check_continued, check_scored, train
+from tests.adapters.test_trl import JOBS, check_branches, check_continued, check_reset, check_scored, train
 
 PYTHON = ROOT.parent / ".venv-unsloth/bin/python"
 TRL = ROOT.parent / ".venv-trl/bin/python"
@@ -26,7 +26,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unsloth")
     # float32 without autocast, and nothing compiled: that would take a minute.
     settings = {"UNSLOTH_MIXED_PRECISION": "bfloat16", "TORCHDYNAMO_DISABLE": "1"}
-    jobs = {name: JOBS[name] for name in ("trl_grpo", "advantages", "gigpo", "s_trace", "rredcot", "vineppo", "hicra")}
+    names = ("trl_grpo", "advantages", "gigpo", "s_trace", "rredcot", "vineppo", "hicra", "rrpo", "treerl")
+    jobs = {name: JOBS[name] for name in (*names, "trl_means", "one_level")}
     jobs["rredcot"] = jobs["rredcot"] | {"branches": False}  # its attention takes no masks
     train(folder, jobs, python=PYTHON, settings=settings)
     return json.loads((folder / "results.json").read_text())
@@ -55,6 +56,12 @@ def test_its_model_scores_texts_and_continues_responses(trained, policy):
     check_scored(trained["rredcot"]["seen"], "rredcot", policy)
     assert trained["rredcot"]["masks"] is False
     check_continued(trained["vineppo"]["seen"], policy)
+
+
+def test_it_trains_on_rows_that_a_graph_makes(trained):
+    check_reset(trained["rrpo"]["seen"])
+    check_branches(trained["treerl"]["seen"]["rows"])
+    torch.testing.assert_close(trained["one_level"]["weights"], trained["trl_means"]["weights"], atol=2e-6, rtol=1e-6)
 
 
 def test_the_loss_of_a_graph_and_entropies_are_refused(trained):

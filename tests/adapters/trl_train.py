@@ -30,12 +30,16 @@ from trl import GRPOConfig, GRPOTrainer
 from creditgraph.adapters import trl_model
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.trl import CreditGRPOTrainer
+from creditgraph.components.rollouts import requests
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.handles import Policy
 from creditgraph.pipeline.core.jagged import Jagged
 
 torch.set_num_threads(1)
+# The embedded model writes neither lines nor sentences.
+requests.ends_of_thoughts = lambda pieces, mode: [min(i + 3, len(pieces)) for i in range(0, len(pieces), 3)]
 PROMPTS = ["<solve> 3 + 4", "<solve> 5 - 2 + 1", "<solve> 2 * 3", "<solve> 7 + 1 - 2 - 3"]
+DEFAULTS = {"beta": 0.0, "learning_rate": 1e-2, "num_generations": 4, "max_completion_length": 12}
 OBSERVATIONS = [[5, 6], [7]]
 
 
@@ -80,6 +84,20 @@ def two_turns(tokenizer):
     return sample
 
 
+def watched(credit):
+    """A dictionary that gets what the graph's next rows inherited, and their groups."""
+    found, make = {}, type(credit).rows
+
+    def rows(prompts):
+        trajectories, advantages = make(credit, prompts)
+        found["inherited"], found["group"] = trajectories.inherited.tolist(), trajectories.group.tolist()
+        found["prompt"], found["tokens"] = trajectories.prompt_uid.tolist(), trajectories.response_tokens.to_lists()
+        return trajectories, advantages
+
+    credit.rows = rows
+    return found
+
+
 def load(model_dir, experts):
     if unsloth is not None:
         return unsloth.FastLanguageModel.from_pretrained(
@@ -121,6 +139,11 @@ def train(model_dir, job):
             further["turn_rewards"] = turn_rewards
 
     class Watched(cls):
+        def _generate(self, prompts):
+            if getattr(self, "_rows", None) is not None and self.model.training:
+                seen["rows"] = watched(self.credit)
+            return super()._generate(prompts)
+
         def _rollouts(self, output, size):
             rollouts = super()._rollouts(output, size)
             seen["mask"] = rollouts.trained.int().tolist()
@@ -133,7 +156,8 @@ def train(model_dir, job):
 
         @functools.wraps(cls._generate_single_turn)
         def _generate_single_turn(self, prompt_ids, images, fields, *num_generations):
-            sampled, self.generation_config.do_sample = self.generation_config.do_sample, num_generations != (1,)
+            sampled = self.generation_config.do_sample
+            self.generation_config.do_sample = num_generations != (1,) or job["graph"] != "vineppo"
             found = super()._generate_single_turn(prompt_ids, images, fields, *num_generations)
             self.generation_config.do_sample = sampled
             return found
@@ -158,8 +182,6 @@ def train(model_dir, job):
             output_dir=folder,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
-            num_generations=4,
-            max_completion_length=12,
             max_steps=4,
             num_iterations=2,
             lr_scheduler_type="constant",
@@ -173,7 +195,7 @@ def train(model_dir, job):
             logging_steps=1,
             disable_tqdm=True,
             seed=3,
-            **({"beta": 0.0, "learning_rate": 1e-2} | job["trl"]),
+            **(DEFAULTS | job["trl"]),
         )
         trainer = Watched(
             model=model_dir if job["named"] else model,
@@ -181,7 +203,17 @@ def train(model_dir, job):
             reward_funcs=chat_reward if job["chat"] else reward,
             args=config,
             train_dataset=(
-                data := Dataset.from_list([{"prompt": p, "answer": str(i + 2)} for i, p in enumerate(prompts)])
+                data := Dataset.from_list(
+                    [
+                        {
+                            "prompt": p,
+                            "answer": str(i + 2),
+                            "question": text.removeprefix("<solve> "),
+                            "template": "chains",
+                        }
+                        for i, (p, text) in enumerate(zip(prompts, PROMPTS, strict=True))
+                    ]
+                )
             ),
             eval_dataset=data,
             rollout_func=two_turns(tokenizer) if job["turns"] else None,

@@ -24,6 +24,7 @@ OF_EXTRAS = (
     "creditgraph.adapters.tinker",
     "creditgraph.adapters.trl",
     "creditgraph.adapters.trl_model",
+    "creditgraph.adapters.trl_rows",
     "creditgraph.adapters.verl",
     "creditgraph.components.engine.vllm.exact",
     "creditgraph.components.engine.vllm.worker",

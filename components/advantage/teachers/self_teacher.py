@@ -131,6 +131,11 @@ class SelfTeacher(Component):
     config: Config
 
     @classmethod
+    def needs_of(cls, config: Config) -> frozenset[str]:
+        """The policy's own log-probs."""
+        return frozenset({"logprobs"})
+
+    @classmethod
     def shown_responses(cls, config: Any) -> int:
         """The other response, the solution or the response itself; the embedded model is shown it twice."""
         return 2

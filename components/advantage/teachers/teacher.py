@@ -66,6 +66,11 @@ class Teacher(Component):
     config: Config
     _checked: bool = False
 
+    @classmethod
+    def needs_of(cls, config: Config) -> frozenset[str]:
+        """The policy's own log-probs."""
+        return frozenset({"logprobs"})
+
     def run(self, *, trajectories: Trajectories, policy: Policy) -> Outputs:
         """Credits one batch."""
         self._check_vocabulary(policy)

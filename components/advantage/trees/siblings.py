@@ -64,6 +64,11 @@ class TreeSiblings(TreeAdvantage):
 
     config: Config
 
+    @classmethod
+    def needs_of(cls, config: Config) -> frozenset[str]:
+        """The probabilities that `max_probability` bounds."""
+        return frozenset({"logprobs"} if config.max_probability < 1 else ())
+
     def run(
         self,
         *,
