@@ -11,9 +11,13 @@ from trl import GRPOTrainer
 
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.loss import padded
+from creditgraph.components.text.templates import FINAL_ANSWERS, TEMPLATES
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Prompts, Trajectories
+
+COLUMNS = {"template": TEMPLATES, "answer_kind": tuple(FINAL_ANSWERS)}
+"""columns of a dataset that templates read, and their values; others may mean something else"""
 
 
 class GraphRows:
@@ -75,14 +79,19 @@ class GraphRows:
 
 
 def _prompts(rows: list[dict[str, Any]], tokens: list[list[int]]) -> Prompts:
-    """Rows of a dataset as prompts; columns of text, such as `question`, are their metadata."""
+    """Rows of a dataset as prompts, with what templates read of them."""
     return Prompts(
         uid=torch.arange(len(rows)),
         tokens=Jagged.from_rows(tokens, torch.int32),
         text=[row["prompt"] if isinstance(row["prompt"], str) else _last_message(row["prompt"]) for row in rows],
         answer=[str(row.get("answer", "")) for row in rows],
-        metadata=[{name: x for name, x in row.items() if isinstance(x, str) and name != "prompt"} for row in rows],
+        metadata=[_metadata(row) for row in rows],
     )
+
+
+def _metadata(row: dict[str, Any]) -> dict[str, Any]:
+    known = {name: row[name] for name, values in COLUMNS.items() if row.get(name) in values}
+    return known | ({"question": str(row["question"])} if row.get("question") else {})
 
 
 def _last_message(messages: list[dict[str, Any]]) -> str:

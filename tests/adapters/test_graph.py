@@ -1,3 +1,4 @@
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError
 from creditgraph.pipeline.core.handles import Completions, Policy, Scores, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Rewards
+from creditgraph.pipeline.core.payloads import Prompts, Rewards
 from tests.adapters import slow
 
 MASK = [
@@ -318,7 +319,9 @@ class Continues(Policy):
 
     def generate(self, requests):
         self.requests = requests
-        tokens = Jagged.from_rows([[1] * most for most in requests.max_tokens.tolist()], torch.int32)
+        whole = torch.full_like(requests.seed, requests.sampling.max_tokens)
+        budgets = whole if requests.max_tokens is None else requests.max_tokens
+        tokens = Jagged.from_rows([[1] * most for most in budgets.tolist()], torch.int32)
         unknown = tokens.with_values(torch.full_like(tokens.values, torch.nan, dtype=torch.float32))
         ends = Jagged.from_rows([[] for _ in requests.seed], torch.int32)
         reasons = ["length"] * len(requests.seed)
@@ -358,6 +361,78 @@ def test_a_trainers_responses_are_continued_where_its_lines_end_within_its_budge
     assert policy.requests.max_tokens.tolist() == [9, 9, 7, 7, 5, 5, 9, 9]
     assert policy.requests.sampling.temperature == 0.7
     assert policy.requests.sampling.thoughts is None
+
+
+class Lines(Continues):
+    """Continues with lines of two tokens."""
+
+    def generate(self, requests):
+        done = super().generate(requests)
+        tokens = done.tokens.with_values(1 + done.tokens.positions.int() % 2)
+        return dataclasses.replace(done, tokens=tokens)
+
+
+class Counts(Verifier):
+    """Worth a tenth of its place among the rows that are verified together, and of what it inherited."""
+
+    def verify(self, prompts, trajectories):
+        value = trajectories.inherited / 10 + torch.arange(len(trajectories)) / 10
+        valid = torch.ones_like(value, dtype=torch.bool)
+        return Rewards(uid=trajectories.uid, value=value, correct=value > 0.25, valid=valid, detail=[""] * len(value))
+
+
+def test_a_graph_makes_its_rows_with_a_policy_and_a_verifier():
+    split = ["sampler.group_size=4", "sampler.split=1x2", "expander.suffixes=2"]
+    modes = ["sampler.mode=line", "expander.mode=line"]
+    graph = CreditGraph("rrpo", *split, *modes, "model.path=tiny", seed=1)
+    assert graph.makes_rows
+    graph.attach(Lines(), Counts(), temperature=0.7, max_tokens=6)
+    problems = Prompts(
+        uid=torch.tensor([0]), tokens=Jagged.from_rows([[3]], torch.int32), text=["c"], answer=[""], metadata=[{}]
+    )
+    found = set()
+    for _ in range(6):
+        rows, credit = graph.rows(problems)
+        # Of three responses worth 0, .1 and .2 the first is the failure; rewards of the rows then go by tenths.
+        inherited = rows.inherited.tolist()
+        assert inherited[:2] == [0, 0]
+        assert inherited[2] == inherited[3]
+        assert inherited[2] in (0, 2, 4)
+        found.add(inherited[2])
+        assert (
+            rows.response_tokens.to_lists()
+            == [[1, 2, 1, 2, 1, 2]] * 2 + [[1, 2] * (inherited[2] // 2) + [1, 2] * ((6 - inherited[2]) // 2)] * 2
+        )
+        trained = [[t >= n for t in range(6)] for n in inherited]
+        assert credit.mask.to_lists() == trained
+        signs = torch.tensor([-1.0, 1.0, -1.0, 1.0])  # two of a group, over their deviation
+        torch.testing.assert_close(credit.advantage.to_padded()[:, 5], signs)
+    assert len(found) > 1
+    assert graph.metrics["expander/inherited_tokens"] == sum(inherited)
+
+
+def test_which_rewards_are_those_of_right_responses():
+    # The rest of a right response is a reference for its group.
+    batch = Rollouts(
+        mask=torch.ones(4, 4),
+        tokens=torch.tensor([[1, 2, 1, 2], [1, 2, 3, 3], [1, 2, 1, 3], [2, 2, 1, 3]]),
+        rewards=torch.tensor([0.3, 0.9, 0.3, 0.1]),
+        group=[0, 0, 1, 1],
+        prompts=[[3]] * 4,
+    )
+    shares = {}
+    for option in ([], ["--right-above=0.5"], ["--right-above=1"]):
+        graph = CreditGraph(
+            "rredcot",
+            *("segmenter.use=segmenter.fixed", "segmenter.tokens=2", "value.value=continuation", "model.path=tiny"),
+            *option,
+            policy=Continues(),
+        )
+        graph(batch)
+        shares[tuple(option)] = graph.metrics["value/empty_bank_share"]
+    assert shares == {(): 0.0, ("--right-above=0.5",): 0.5, ("--right-above=1",): 1.0}
+    with pytest.raises(ConfigError, match=r"--right-above=half: expected a number"):
+        CreditGraph("grpo", "--right-above=half")
 
 
 def test_sampling_is_the_trainers():
