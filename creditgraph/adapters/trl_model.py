@@ -82,8 +82,10 @@ class TrainerPolicy(Policy):
         budgets = most.tolist()
         # Rows of one budget share a batch.
         order = sorted(range(len(rows)), key=lambda i: budgets[i])
-        with self._limits("temperature", sampling.temperature):
-            sampled = shared(self.trainer, [(rows[i], budgets[i]) for i in order], self._generate)
+        given = (sampling.temperature, max(budgets, default=1))
+        sampled = shared(
+            self.trainer, [(rows[i], budgets[i]) for i in order], lambda part: self._generate(part, *given)
+        )
         kept: list[list[int]] = [[] for _ in rows]
         known: list[list[float]] = [[] for _ in rows]
         for i, (ids, logprobs) in zip(order, sampled, strict=True):
@@ -107,25 +109,29 @@ class TrainerPolicy(Policy):
         )
 
     @contextmanager
-    def _limits(self, name: str, value: float) -> Iterator[None]:
-        """Sets a sampling setting of the trainer for a while."""
+    def _sampling(self, temperature: float, longest: int) -> Iterator[None]:
+        """Sets sampling settings of the trainer for a while."""
         trainer = self.trainer
         holder = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
-        before = getattr(holder, name)
-        setattr(holder, name, value)
+        given = {"temperature": temperature, "max_completion_length" if trainer.use_vllm else "max_new_tokens": longest}
+        before = {name: getattr(holder, name) for name in given}
+        vars(holder).update(given)
         try:
             yield
         finally:
-            setattr(holder, name, before)
+            vars(holder).update(before)
 
-    def _generate(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[list[int], list[float]]]:
+    def _generate(
+        self, rows: Sequence[tuple[list[int], int]], temperature: float, longest: int
+    ) -> list[tuple[list[int], list[float]]]:
         """Continuations of rows of tokens, at least as long as their budgets let them be, and their log-probs."""
-        trainer = self.trainer
-        size, found = len(rows) if trainer.use_vllm else at_a_time(trainer), list[tuple[list[int], list[float]]]()
-        name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
+        trainer, found = self.trainer, list[tuple[list[int], list[float]]]()
+        size = len(rows) if trainer.use_vllm else at_a_time(trainer)
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
-            with self._limits(name, max(budget for _, budget in part)):
+            # A server of vLLM has one limit for the rows of all processes.
+            most = longest if trainer.use_vllm else max(budget for _, budget in part)
+            with self._sampling(temperature, most):
                 ids, logprobs = trainer._generate_single_turn([tokens for tokens, _ in part], None, {}, 1)
             known = [[torch.nan] * len(row) for row in ids] if logprobs is None else logprobs
             found += [

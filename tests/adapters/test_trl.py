@@ -106,6 +106,7 @@ JOBS = {
         "trl": {"loss_type": "grpo"},
     },
     "rrpo": {"graph": "rrpo", "overrides": [MODEL, *RESETS]},
+    "rrpo_vllm": {"graph": "rrpo", "overrides": [MODEL, *RESETS], "vllm": True},
     "srpo": {
         "graph": "srpo",
         "overrides": [MODEL, *RESETS, "localizer.max_tokens=16"],
@@ -152,6 +153,7 @@ PLAIN = {
     "trl": {},
     "experts": False,
     "ratios": False,
+    "vllm": False,
     "chat": False,
     "named": False,
     "branches": False,
@@ -353,6 +355,14 @@ def test_trl_trains_on_the_rows_of_resets(trained):
     assert {"credit/localizer/step_fraction", "credit/expander/prefix_share"} <= set(trained["srpo"]["metrics"])
     assert trained["srpo"]["evaluated"][0] == "eval_reward"
     assert not [name for name in trained["srpo"]["evaluated"] if "credit" in name]
+
+
+def test_vllm_samples_and_says_log_probs_for_the_rows(trained):
+    # The stand-in samples with the model that is trained, so the ratios to it are one.
+    plain, vllm = trained["rrpo"], trained["rrpo_vllm"]
+    assert vllm["seen"]["rows"] == plain["seen"]["rows"]
+    torch.testing.assert_close(vllm["losses"], plain["losses"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(vllm["weights"], plain["weights"], atol=1e-5, rtol=1e-5)
 
 
 def test_revisions_join_the_batch_and_places_without_a_row_are_not_trained_on(trained):

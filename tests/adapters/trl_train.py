@@ -2,12 +2,12 @@
 
     python trl_train.py MODEL_DIR JOBS.json RESULTS.json
 
-JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "chat", "named",
+JOBS.json holds {name: {"graph", "overrides", "objective", "turns", "trl", "experts", "ratios", "vllm", "chat", "named",
 "branches"}}: "turns" plays two turns with an observation between them, "trl" are fields of GRPOConfig, "experts"
-trains a mixture of experts, "ratios" gives a correction of vLLM's log-probs, "chat" has conversations as prompts,
-"named" has TRL load the model, "branches" scores some, and without a graph TRL trains alone. Continuations of
-responses are greedy. RESULTS.json gets for each the trainer, the loss of each step, the weights' sums, metrics, and
-the rollouts of the last batch with their advantages; or the error.
+trains a mixture of experts, "ratios" gives a correction of vLLM's log-probs, "vllm" has a stand-in for it, "chat" has
+conversations as prompts, "named" has TRL load the model, "branches" scores some, and without a graph TRL trains alone.
+Continuations of VinePPO are greedy. RESULTS.json gets for each the trainer, the loss of each step, the weights' sums,
+metrics, and the rollouts of the last batch with their advantages; or the error.
 """
 
 import functools
@@ -98,6 +98,26 @@ def watched(credit):
     return found
 
 
+class StandIn:
+    """Samples in the place of vLLM, with the model that is trained, and says log-probs as vLLM does."""
+
+    def __init__(self, trainer):
+        self.trainer, self.temperature = trainer, trainer.temperature
+        self.max_completion_length = trainer.max_completion_length
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, images, num_generations, profiler):
+        trainer, settings = self.trainer, self.trainer.generation_config
+        trainer.use_vllm = False
+        settings.temperature, settings.max_new_tokens = self.temperature, self.max_completion_length
+        ids, _ = GRPOTrainer._generate_single_turn(trainer, prompts, None, {}, num_generations)
+        scores = trainer._policy._score(list(zip(prompts, ids, strict=True)))
+        trainer.use_vllm = True
+        return prompts, ids, [[[logprob] for logprob, _ in row] for row in scores], None
+
+
 def load(model_dir, experts):
     if unsloth is not None:
         return unsloth.FastLanguageModel.from_pretrained(
@@ -172,9 +192,9 @@ def train(model_dir, job):
 
         def _compute_loss(self, model, inputs):
             # The condition of TRL's loss for the ratios.
-            self.use_vllm, self.vllm_importance_sampling_correction = job["ratios"], True
+            self.use_vllm, self.vllm_importance_sampling_correction = job["ratios"] or job["vllm"], True
             loss = super()._compute_loss(model, inputs)
-            self.use_vllm = False
+            self.use_vllm = job["vllm"]
             return loss
 
     with tempfile.TemporaryDirectory() as folder:
@@ -219,6 +239,9 @@ def train(model_dir, job):
             rollout_func=two_turns(tokenizer) if job["turns"] else None,
             **further,
         )
+        if job["vllm"]:
+            trainer.use_vllm, trainer._last_loaded_step = True, -1
+            trainer.vllm_generation = StandIn(trainer)
         trainer.train()
     history = trainer.state.log_history
     return {
