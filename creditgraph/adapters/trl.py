@@ -112,6 +112,11 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.credit_objective is not None:
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")
         self._per_turn = {"turn_rewards": turn_rewards, "states": turn_states}
+        if self.credit.makes_rows and any(self._per_turn.values()):
+            raise ConfigError(
+                f"graph '{self.credit.name}': it makes responses of its own, which have no turns; turn_rewards and "
+                "turn_states have no effect. Leave them out."
+            )
         self._given: dict[str, Any] = {}
         if self._unsloth:
             self._check_unsloth(objective)

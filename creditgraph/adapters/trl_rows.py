@@ -86,6 +86,7 @@ def _prompts(rows: list[dict[str, Any]], tokens: list[list[int]]) -> Prompts:
         text=[row["prompt"] if isinstance(row["prompt"], str) else _last_message(row["prompt"]) for row in rows],
         answer=[str(row.get("answer", "")) for row in rows],
         metadata=[_metadata(row) for row in rows],
+        solution=[str(row.get("solution") or "") for row in rows],
     )
 
 

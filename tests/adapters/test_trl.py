@@ -141,6 +141,7 @@ JOBS = {
     "rows": {"graph": "srpo", "overrides": [MODEL, "sampler.mode=sentence", "expander.mode=sentence"]},
     "modes": {"graph": "srpo", "overrides": [MODEL]},
     "budget": {"graph": "rrpo", "overrides": [MODEL, *RESETS, "sampler.max_tokens=5", "expander.max_tokens=5"]},
+    "row_turns": {"graph": "rrpo", "overrides": [MODEL, *RESETS], "turns": True},
     "episodes": {"graph": "tree_turns", "overrides": [MODEL]},
     "trace_td": {"graph": "trace_td", "overrides": [MODEL]},
     "gdpo": {"graph": "grpo", "trl": {"multi_objective_aggregation": "normalize_then_sum"}},
@@ -404,6 +405,7 @@ def test_rows_that_trl_cannot_hold_or_make_are_refused(trained):
     assert "localizer.self reads where thoughts end, which another trainer does not record" in trained["modes"]["error"]
     assert "sampler.max_tokens=5 has no effect here" in trained["budget"]["error"]
     assert "it plays episodes of its own" in trained["episodes"]["error"]
+    assert "turn_rewards and turn_states have no effect" in trained["row_turns"]["error"]
 
 
 def test_the_name_of_the_model_is_that_of_the_graphs(trained):
