@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from creditgraph.adapters.estimator import Estimator
 from creditgraph.adapters.graph import CreditGraph, graph_names
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, DataError
@@ -272,6 +273,13 @@ def test_a_policy_that_nobody_gives_is_missed_before_anything_is_sampled(argumen
     with pytest.raises(ConfigError, match=sentence):
         graph(rollouts())
     graph.check_given(values=True, entropies=True, policy=True, verifier=True)
+
+
+def test_an_estimator_that_was_refused_stays_refused():
+    estimator = Estimator("srpo")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="samples responses of its own"):
+            _ = estimator.credit
 
 
 @pytest.mark.parametrize("name", ["trace_td", "sdpo"])
