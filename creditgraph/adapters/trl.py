@@ -159,11 +159,10 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         mode = "train" if self.model.training else "eval"
         size = self.num_generations if mode == "train" else self.num_generations_eval
-        if self.credit.samples:
-            every = gather_object(inputs)
-            self._verifier.rows = every[::size]
+        if self.credit.samples or self._rows is not None:
+            self._verifier.rows = gather_object(inputs)[::size]
         if self._rows is not None:
-            self._rows.inputs = every
+            self._rows.problems = self._verifier.rows
             self.rollout_func = self._rows if mode == "train" else None
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.credit.scores and mode == "eval":  # its advantages move nothing

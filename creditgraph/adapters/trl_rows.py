@@ -27,12 +27,12 @@ class GraphRows:
     an end of text that is not trained on.
 
     Attributes:
-        inputs: rows of the dataset, as many as the batch has places over all processes.
+        problems: rows of the dataset, one per prompt of all processes.
         advantages: [N, T] of the last batch, over all processes; 0 where a token is not trained on.
         columns: further columns of their credit, alike.
     """
 
-    inputs: list[dict[str, Any]]
+    problems: list[dict[str, Any]]
     advantages: Tensor
     columns: dict[str, Tensor]
 
@@ -46,7 +46,7 @@ class GraphRows:
         if images is not None:
             self.credit.refuse_images()
         tokens: list[list[int]] = gather_object(ids)[::size]
-        trajectories, credit = self.credit.rows(_prompts(self.inputs[::size], tokens))
+        trajectories, credit = self.credit.rows(_prompts(self.problems, tokens))
         places = self._places(trajectories, len(tokens), size)
         end = [trainer._policy.tokenizer.eos_token_id]
         kept = credit.advantage.with_values(credit.advantage.values.where(credit.mask.values, 0.0))
