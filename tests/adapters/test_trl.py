@@ -41,6 +41,8 @@ JOBS = {
     "trl_grpo": {"trl": {"loss_type": "grpo"}},
     "trl_dapo": {"trl": {"loss_type": "dapo"}},
     "advantages": {"graph": "grpo", "overrides": AS_TRL, "trl": {"loss_type": "grpo"}},
+    "trl_padded": {"trl": {"loss_type": "grpo", "pad_to_multiple_of": 16}},
+    "padded": {"graph": "grpo", "overrides": AS_TRL, "trl": {"loss_type": "grpo", "pad_to_multiple_of": 16}},
     "grpo": {"graph": "grpo", "overrides": AS_TRL, "objective": True},
     "dapo": {"graph": "grpo", "overrides": [*AS_TRL, "learner.objective.aggregate=token_mean"], "objective": True},
     "group": {"graph": "grpo", "turns": True},
@@ -191,6 +193,7 @@ def trained(tmp_path_factory):
     ("ours", "theirs"),
     [
         ("advantages", "trl_grpo"),
+        ("padded", "trl_padded"),
         ("grpo", "trl_grpo"),
         ("dapo", "trl_dapo"),
         ("experts", "trl_experts"),
