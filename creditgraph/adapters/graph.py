@@ -101,7 +101,8 @@ class CreditGraph(HostedGraph):
         # Where thoughts end is up to a node that samples what is trained on.
         fixed = [f"{n.name}.{x}" for n in sampling for x in SAMPLING_NAMES if not (self.makes_rows and x == "mode")]
         # Of what the model is asked about its responses, the trainer keeps temperature and budget.
-        fixed += [f"{n.name}.{x}" for n in self._running_nodes() for x in ("top_p", "top_k", "stop")]
+        asks = [node for node in self._running_nodes() if "policy" in node.wires]
+        fixed += [f"{node.name}.{x}" for node in asks for x in ("top_p", "top_k", "stop")]
         for setting in self._settings:
             if setting.partition("=")[0].startswith(tuple(fixed)):
                 raise ConfigError(
@@ -196,7 +197,7 @@ class CreditGraph(HostedGraph):
             Policy: self.policy,
             Verifier: self._verifier,
         }
-        self._session.begin(host, rollouts, spans)
+        self._session.begin(host, (rollouts, spans))
         credit: Credit = self._session.value(self._learner.wires["credit"][0], iteration)
         self.metrics = self._session.logged
         return credit, spans

@@ -33,13 +33,13 @@ class HostedSession(GraphSession):
 
     makes_rows = False
     host: dict[type, Any]
-    given: tuple[Rollouts, Spans]
+    batch: tuple[Rollouts, Spans]
 
-    def begin(self, host: dict[type, Any], *given: Any) -> None:
-        """Forgets the last batch; `given` are the trainer's rollouts and their spans, if the graph reads any."""
+    def begin(self, host: dict[type, Any], batch: tuple[Rollouts, Spans] | None = None) -> None:
+        """Forgets the last batch; `batch` are the trainer's rollouts and their spans, if the graph reads any."""
         self.host = host
-        if given:
-            self.given = given
+        if batch is not None:
+            self.batch = batch
         self._values.clear()
         for runner in self._all_runners:
             runner.context.metrics.clear()
@@ -58,7 +58,7 @@ class HostedSession(GraphSession):
     def _values_of_critic(self, node: Node, iteration: int) -> SegmentValues:
         """The critic's value at the start of each segment or turn; the last one of a row, which none reads, is 0."""
         rows = self.value((node.wires.get("segments") or node.wires["turns"])[0], iteration)
-        rollouts, spans = self.given
+        rollouts, spans = self.batch
         assert rollouts.values is not None  # checked before the first node ran
         tokens = spans.gather(rollouts.values.float())
         ends = rows.ends.to_lists() if "segments" in node.wires else [[n] for n in tokens.lengths.tolist()]

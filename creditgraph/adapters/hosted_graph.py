@@ -213,7 +213,7 @@ class HostedGraph:
 
     def _check_rows(self, makes: bool) -> None:
         place, own = f"graph '{self.name}'", ", ".join(node.use for node in self._samplers)
-        if self.makes_rows and not makes:
+        if self.makes_rows and not (makes and self._samplers):
             raise ConfigError(
                 f"{place}: it samples responses of its own ({own}), which this trainer does not have; expected one "
                 "sampler of independent responses or episodes. Train it with CreditGRPOTrainer of "

@@ -113,7 +113,10 @@ class TrainerPolicy(Policy):
         """Sets sampling settings of the trainer for a while."""
         trainer = self.trainer
         holder = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
-        given = {"temperature": temperature, "max_completion_length" if trainer.use_vllm else "max_new_tokens": longest}
+        given: dict[str, Any] = {"temperature": temperature}
+        given["max_completion_length" if trainer.use_vllm else "max_new_tokens"] = longest
+        if not temperature and not trainer.use_vllm:  # transformers takes no temperature of 0
+            given |= {"temperature": 1.0, "do_sample": False}
         before = {name: getattr(holder, name) for name in given}
         vars(holder).update(given)
         try:

@@ -111,7 +111,7 @@ JOBS = {
     "rrpo_vllm": {"graph": "rrpo", "overrides": [MODEL, *RESETS], "vllm": True},
     "srpo": {
         "graph": "srpo",
-        "overrides": [MODEL, *RESETS, "localizer.max_tokens=16"],
+        "overrides": [MODEL, *RESETS, "localizer.max_tokens=16", "localizer.temperature=0"],
         "trl": FROZEN | {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
     },
     "ibpo": {
