@@ -91,6 +91,7 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
                 group=[i for i, size in enumerate(sizes) for _ in range(size)],
                 # A place of the loss mask is that of the token after it.
                 tokens=stacked([group["input_ids"].roll(-1, 1) for group in groups]),
+                prompts=[row[:1].tolist() for group in groups for row in group["input_ids"]],
                 values=stacked([group["values"] for group in groups]) if "values" in groups[0] else None,
             ),
             by_response="importance_sampling_level=sequence" if level == "sequence" else "",

@@ -1,5 +1,7 @@
-"""A policy that scores texts at an OpenAI-compatible endpoint, for credit graphs that need log-probs of a reference."""
+"""A policy that scores and continues texts at an OpenAI-compatible endpoint, for credit graphs that ask a model."""
 
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -17,19 +19,20 @@ RETRIES = 3
 
 
 class EndpointPolicy(Policy):
-    """Scores tokens with POST {url}/completions, whose prompts are token ids and whose `echo` gives their log-probs.
+    """Asks POST {url}/completions, with token ids: `echo` gives log-probs of texts, `return_token_ids` continues them.
 
-    vLLM's server has both; it must hold the weights that are trained, or those that credit is to be judged by.
-    Entropies are unknown (NaN), and nothing is sampled. It needs httpx, which the extra `train` brings.
+    The servers of vLLM and SGLang have both; the server must hold the weights that are trained, or those that credit is
+    to be judged by. Entropies are unknown (NaN). It needs httpx, which the extra `train` brings.
 
     Args:
         url: with the version, such as "http://localhost:8000/v1".
         model: the name that the server gives it.
-        tokenizer: of the same model.
-        batch: prompts per request, whose reply may have 64 MiB.
-        concurrency: requests at a time.
+        tokenizer: of the same model; None is that of the graph that is given the policy.
+        batch: rows that are scored per request, whose reply may have 64 MiB.
+        concurrency: requests at a time, for one row that is continued in each of `batch` times as many.
         seconds: limit of a request, which has three further tries where the server is busy or does not answer.
         key: sent as a bearer token.
+        sampling: further fields of requests for continuations, such as {"top_p": 0.95}.
     """
 
     version = 0
@@ -38,56 +41,105 @@ class EndpointPolicy(Policy):
         self,
         url: str,
         model: str,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *,
         batch: int = 16,
         concurrency: int = 4,
         seconds: float = 120.0,
         key: str = "",
+        sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.url = f"{url.rstrip('/')}/completions"
         self.model, self.tokenizer = model, tokenizer
         self.batch, self.concurrency, self.seconds, self.key = batch, concurrency, seconds, key
+        self.sampling = dict(sampling or {})
 
     def generate(self, requests: Requests) -> Completions:
-        """Raises RunError: the trainer samples."""
-        raise RunError(f"{self.url}: this policy scores texts and samples none; the trainer samples responses.")
+        """One request per row, with its own seed; log-probs are known at temperature 1, and 0, alone."""
+        asked = requests.sampling
+        if asked.thoughts is not None or asked.stop:
+            raise RunError(
+                f"{public(self.url)}: asked to sample up to a stop string, whose tokens an endpoint does not tell "
+                "apart. Set the node's mode to plain, line or sentence, and leave its stop empty."
+            )
+        rows = requests.tokens.to_lists()
+        budgets = [asked.max_tokens] * len(rows) if requests.max_tokens is None else requests.max_tokens.tolist()
+        fixed: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "logprobs": 0}
+        fixed |= {"return_token_ids": True, "skip_special_tokens": False}
+        fixed |= ({"top_k": asked.top_k} if asked.top_k else {}) | self.sampling
+        bodies = [
+            {"prompt": row, "max_tokens": most, "seed": seed >> 32 & 0x7FFFFFFF, **fixed}
+            for row, most, seed in zip(rows, budgets, requests.seed.tolist(), strict=True)
+        ]
+        done = self._asked(bodies, self._continuation, self.concurrency * self.batch)
+        tokens = Jagged.from_rows([ids for ids, _, _ in done], torch.int32)
+        known = Jagged.from_rows([x for _, x, _ in done], torch.float32)
+        if asked.temperature not in (0, 1):
+            known = known.with_values(torch.full_like(known.values, torch.nan))
+        ended = [ids[-1:] == [self.tokenizer.eos_token_id] for ids, _, _ in done]
+        return Completions(
+            tokens=tokens,
+            logprobs=known,
+            entropies=known.with_values(torch.full_like(known.values, torch.nan)),
+            thought_ends=Jagged.from_rows([[] for _ in done], torch.int32),
+            finish_reason=["eos" if e else reason for e, (_, _, reason) in zip(ended, done, strict=True)],
+            text=self.tokenizer.batch_decode([ids for ids, _, _ in done]),
+        )
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """Log-probs at temperature 1, the only one such an endpoint has; see `Policy.score`."""
         if temperature != 1 or top:
             raise RunError(
-                f"{self.url}: asked for log-probs at temperature {temperature:g} and {top} further tokens; an endpoint "
-                "gives those of the given tokens at temperature 1. Choose a graph that needs no more, or set "
+                f"{public(self.url)}: asked for log-probs at temperature {temperature:g} and {top} further tokens; an "
+                "endpoint gives those of the given tokens at temperature 1. Choose a graph that needs no more, or set "
                 "Rollouts.temperature=1."
             )
         rows = [a + b for a, b in zip(context.to_lists(), tokens.to_lists(), strict=True)]
         parts = [rows[i : i + self.batch] for i in range(0, len(rows), self.batch)]
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        # The client closes first, also after an error or Ctrl-C: the pool does not wait for replies then.
-        with (
-            ThreadPoolExecutor(self.concurrency) as pool,
-            closing(Client("EndpointPolicy", headers, self.concurrency)) as client,
-        ):
-            replies = [row for part in pool.map(lambda part: self._request(client, part), parts) for row in part]
+        fixed = {"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 1.0}
+        replies = self._asked([{"prompt": part, **fixed} for part in parts], _logprobs, self.concurrency)
         found = [
-            torch.tensor(row[len(r) - n : len(r)]) for row, r, n in zip(replies, rows, tokens.lengths, strict=True)
+            torch.tensor(row[len(r) - n : len(r)])
+            for row, r, n in zip((x for part in replies for x in part), rows, tokens.lengths, strict=True)
         ]
         logprobs = tokens.with_values(torch.cat(found).float() if found else torch.zeros(0))
         return Scores(logprobs=logprobs, entropies=logprobs.with_values(torch.full_like(logprobs.values, torch.nan)))
 
-    def _request(self, client: Client, rows: list[list[int]]) -> list[list[float]]:
-        """Log-probs of all tokens of each row; NaN for its first one."""
-        body = {"model": self.model, "prompt": rows, "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 1.0}
-        reply, reason = client.post(self.url, body, seconds=self.seconds, retries=RETRIES)
-        try:
-            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-            found = [choice["logprobs"]["token_logprobs"] for choice in choices]
-            if [len(row) - 1 for row in found] != [len(row) for row in rows]:
-                raise ValueError("a reply without the log-probs of the prompt's tokens")
-            return [[torch.nan if x is None else float(x) for x in row] for row in found]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"{reason or f'{public(self.url)}: {error}'}; expected the reply of an OpenAI-compatible server to "
-                "token ids with echo and logprobs (vLLM's has both)."
-            ) from error
+    def _asked(self, bodies: list[dict[str, Any]], read: Callable[[Any, Any], Any], at_once: int) -> list[Any]:
+        """Of each request what `read` makes of its prompt and the choices of its reply."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        # A server that gets new weights may keep what it computed with the old ones: calls share none of it.
+        fixed = {"model": self.model, "cache_salt": uuid.uuid4().hex}
+
+        def ask(body: dict[str, Any]) -> Any:
+            reply, reason = client.post(self.url, body | fixed, seconds=self.seconds, retries=RETRIES)
+            try:
+                return read(body["prompt"], sorted(reply["choices"], key=lambda choice: choice["index"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunError(
+                    f"{reason or f'{public(self.url)}: {error}'}; expected the reply of an OpenAI-compatible server to "
+                    "token ids with echo and logprobs, or with return_token_ids (vLLM's and SGLang's have both)."
+                ) from error
+
+        # The client closes first, also after an error or Ctrl-C: the pool does not wait for replies then.
+        with ThreadPoolExecutor(at_once) as pool, closing(Client("EndpointPolicy", headers, at_once)) as client:
+            return list(pool.map(ask, bodies))
+
+    def _continuation(self, _: list[int], choices: list[Any]) -> tuple[list[int], list[float], str]:
+        """Tokens, their log-probs, and why they end."""
+        (choice,) = choices
+        ids = [int(token) for token in choice["token_ids"]]
+        known = _numbers((choice.get("logprobs") or {}).get("token_logprobs") or [])
+        return ids, known if len(known) == len(ids) else [torch.nan] * len(ids), str(choice["finish_reason"])
+
+
+def _logprobs(rows: list[list[int]], choices: list[Any]) -> list[list[float]]:
+    """Log-probs of all tokens of each row; NaN for its first one."""
+    found = [choice["logprobs"]["token_logprobs"] for choice in choices]
+    if [len(row) - 1 for row in found] != [len(row) for row in rows]:
+        raise ValueError("a reply without the log-probs of the prompt's tokens")
+    return [_numbers(row) for row in found]
+
+
+def _numbers(given: Iterable[Any]) -> list[float]:
+    return [torch.nan if x is None else float(x) for x in given]

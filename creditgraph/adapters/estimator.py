@@ -45,7 +45,7 @@ class Estimator:
         """The graph, built once."""
         if self._credit is None:
             credit = CreditGraph(self.graph, *self.overrides)
-            credit.check_given(values=True)  # only a batch shows whether there are any
+            credit.check_given(values=True, logprobs=True)  # only a batch shows whether there are any
             self._credit = credit
         return self._credit
 
@@ -59,6 +59,8 @@ class Estimator:
         tokens: Tensor | None = None,
         episode: Sequence[Hashable] | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        logprobs: Tensor | None = None,
+        answers: Sequence[str] | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of responses.
@@ -68,7 +70,7 @@ class Estimator:
             index: N ids of prompts; without them each row is a group of its own.
             values: [N, T], for graphs with a critic; returns are then advantages plus values, else the advantages.
             tokens: [N, T], ids of the responses, where the trainer passes them.
-            episode, prompts: where a row is a step; as of `Rollouts`.
+            episode, prompts, logprobs, answers: as of `Rollouts`.
             given: further arguments of the trainer, for `states`.
         """
         group = range(len(response_mask)) if index is None else index
@@ -83,6 +85,8 @@ class Estimator:
             prompts=prompts,
             states=states,
             values=values,
+            logprobs=logprobs,
+            answers=answers,
         )
         advantages = self.credit(rollouts)
         returns = advantages if values is None else advantages + torch.where(response_mask != 0, values, 0.0)

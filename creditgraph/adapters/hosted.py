@@ -1,6 +1,7 @@
 """A session of a graph whose sampler, rewards, prompts, policy and critic are another trainer's.
 
-A graph that makes its rows itself, by resets, trees or revisions, gets prompts, policy and verifier alone.
+A graph that makes its rows itself, by resets, trees or revisions, gets prompts and policy alone. What is sampled here
+is verified by the trainer's verifier, if it has one, and else by the graph's own.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from creditgraph.adapters.rows import Rollouts, Spans
 from creditgraph.pipeline.app.credit.sessions import samples_rollouts
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.graph import Graph
-from creditgraph.pipeline.core.handles import Policy, Verifier
+from creditgraph.pipeline.core.handles import Policy
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Prompts, Rewards, SegmentValues, Trajectories, Turns
 from creditgraph.pipeline.core.sockets import Node, Wire
 from creditgraph.pipeline.run.session import GraphSession
 
 CRITIC = "value.critic"
-# Kinds of values that the trainer gives, whatever node of the graph makes them in a run.
-GIVEN = (Rewards, Prompts, Turns, Policy, Verifier)
+# Kinds of values that a trainer gives, whatever node of the graph makes them in a run.
+GIVEN = (Trajectories, Rewards, Prompts, Turns, Policy)
+GIVEN_ROWLESS = (Prompts, Policy)
 
 
 class HostedSession(GraphSession):
     """A session of which a trainer gives a part.
 
     Attributes:
-        makes_rows: whether the graph makes its rows itself.
+        gives: kinds of values that the trainer gives.
     """
 
-    makes_rows = False
+    gives: tuple[type, ...] = GIVEN
     host: dict[type, Any]
     batch: tuple[Rollouts, Spans]
 
@@ -46,7 +48,7 @@ class HostedSession(GraphSession):
 
     def supply(self, wire: Wire, iteration: int) -> Any:
         """What the trainer gives, or the output of a node."""
-        kind = given(self.graph[wire.source], wire.output, self.makes_rows)
+        kind = given(self.graph[wire.source], wire.output, self.gives)
         if kind is None:
             return super().supply(wire, iteration)
         if kind is SegmentValues:
@@ -75,32 +77,31 @@ class HostedSession(GraphSession):
         return {f"{name}/{metric}": x for name, r in runners for metric, x in r.context.metrics.items()}
 
 
-def given(node: Node, output: str, makes_rows: bool) -> type | None:
+def given(node: Node, output: str, gives: tuple[type, ...]) -> type | None:
     """The kind of value that a trainer gives in place of this output; None where the node runs."""
     socket = node.sockets.outputs[output]
-    if makes_rows:
+    if Trajectories not in gives and any(other.carries(Prompts) for other in node.sockets.inputs.values()):
         # Prompts that a node has from another one are a choice of its own.
-        first = not any(other.carries(Prompts) for other in node.sockets.inputs.values())
-        return next((kind for kind in (Policy, Verifier, *(Prompts,) * first) if socket.carries(kind)), None)
+        gives = tuple(kind for kind in gives if kind is not Prompts)
     if node.use == CRITIC and socket.carries(SegmentValues):
         return SegmentValues
-    kinds = ((Trajectories,) if samples_rollouts(node) else ()) + GIVEN
+    kinds = (kind for kind in gives if kind is not Trajectories or samples_rollouts(node))
     return next((kind for kind in kinds if socket.carries(kind)), None)
 
 
-def given_kinds(graph: Graph, node: Node, makes_rows: bool) -> set[type | None]:
+def given_kinds(graph: Graph, node: Node, gives: tuple[type, ...]) -> set[type | None]:
     """Kinds of values that a node reads and a trainer gives."""
-    return {given(graph[w.source], w.output, makes_rows) for wires in node.wires.values() for w in wires}
+    return {given(graph[w.source], w.output, gives) for wires in node.wires.values() for w in wires}
 
 
-def running(graph: Graph, learner: Node, makes_rows: bool) -> tuple[str, ...]:
+def running(graph: Graph, learner: Node, gives: tuple[type, ...]) -> tuple[str, ...]:
     """Names of the nodes that the learner's credit, and rows of the graph's own, need and that no trainer replaces."""
     wanted: set[str] = set()
-    queue = [*learner.wires["credit"], *(learner.wires["trajectories"] if makes_rows else ())]
+    queue = [*learner.wires["credit"], *(() if Trajectories in gives else learner.wires["trajectories"])]
     while queue:
         wire = queue.pop()
         node = graph[wire.source]
-        kind = given(node, wire.output, makes_rows)
+        kind = given(node, wire.output, gives)
         if kind is SegmentValues:
             queue += node.wires.get("segments", [])
         if kind is None and node.name not in wanted:
@@ -111,12 +112,9 @@ def running(graph: Graph, learner: Node, makes_rows: bool) -> tuple[str, ...]:
 
 def needed(place: str, kind: type) -> str:
     """The sentence on a kind of value that is not there, and where there is one."""
-    trl = "CreditGRPOTrainer of creditgraph.adapters.trl"
     if kind is Policy:
         return (
-            f"{place} scores texts with the policy; pass policy=EndpointPolicy(…) of creditgraph.adapters.endpoint, or "
-            f"train with {trl}, whose own model does that."
+            f"{place} asks the policy; name a server that has its weights by --endpoint=URL and --model=NAME, or train "
+            "with CreditGRPOTrainer of creditgraph.adapters.trl, whose own model does that."
         )
-    if kind is Verifier:
-        return f"{place} samples and verifies continuations; train it with {trl}, or with `creditgraph train`."
     return f"{place} needs a {kind.__name__}, which no other trainer gives. Train it with `creditgraph train`."

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from creditgraph.adapters.hosted import CRITIC, given, given_kinds, needed, running
+from creditgraph.adapters.hosted import CRITIC, GIVEN, GIVEN_ROWLESS, given, given_kinds, needed, running
 from creditgraph.adapters.record import OPTION
 from creditgraph.components.learner.objective import ObjectiveSettings
+from creditgraph.components.rollouts.requests import SamplingSettings
 from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
 from creditgraph.pipeline.app.credit.side_by_side import EPISODES, PLAIN
 from creditgraph.pipeline.core.errors import ConfigError
@@ -34,14 +35,16 @@ class HostedGraph:
         nodes: names of the nodes that run here, in order.
         turns: whether they credit the turns of episodes.
         makes_rows: whether the graph samples what it trains on itself, by resets, trees or revisions.
-        scores, samples: whether they score texts with a policy, or sample and verify with it.
+        scores, samples: whether they ask a policy, and whether they sample with it and verify.
+        gives: kinds of values that the trainer gives.
         policy: what scores and samples; None without.
+        verifier: the trainer's; None where the graph's own verifies what is sampled.
     """
 
     def __init__(self, name: str, settings: Sequence[str], policy: Policy | None, records: bool) -> None:
         self.name, self._settings, self._records = name, settings, records
         self.policy = policy
-        self._verifier: Verifier | None = None
+        self.verifier: Verifier | None = None
 
     def build(self, chosen: str, folders: Sequence[str], *more: str) -> None:
         """Composes the graph with its settings and `more`, and checks it.
@@ -56,10 +59,12 @@ class HostedGraph:
         self._learner = learner_of(self._graph)
         self._samplers = [node for node in self._graph.nodes if samples_rollouts(node)]
         self.makes_rows = [node.use in (*PLAIN, EPISODES) for node in self._samplers] != [True]
-        self.nodes = running(self._graph, self._learner, self.makes_rows)
+        verifies = () if self.verifier is None else (Verifier,)
+        self.gives: tuple[type, ...] = (*(GIVEN_ROWLESS if self.makes_rows else GIVEN), *verifies)
+        self.nodes = running(self._graph, self._learner, self.gives)
         self.turns = any(node.use == EPISODES for node in self._graph.nodes)
         kinds = set[type | None]().union(*(self._given_kinds(node) for node in self._running_nodes()))
-        self.scores, self.samples = Policy in kinds, Verifier in kinds
+        self.scores, self.samples = Policy in kinds, bool(self._sampling_nodes())
         self._check()
 
     @property
@@ -82,7 +87,7 @@ class HostedGraph:
         outputs = {kind: kind.__name__.lower() for kind in (Prompts, Trajectories, Rewards, Turns)}
 
         def wire(old: Wire) -> str:
-            kind = given(self._graph[old.source], old.output, False)
+            kind = given(self._graph[old.source], old.output, (*GIVEN, Verifier))
             if kind is not None and kind not in outputs:
                 raise ConfigError(
                     f"graph '{self.name}': it reads a {kind.__name__}, which recorded rollouts do not have."
@@ -158,14 +163,14 @@ class HostedGraph:
         logprobs: bool = False,
         entropies: bool = False,
         policy: bool = False,
-        verifier: bool = False,
+        continues: bool = False,
         rows: bool = False,
     ) -> None:
         """Checks that a trainer gives what the graph reads, before it samples anything.
 
         Args:
             tokens, values, logprobs, entropies: whether `Rollouts` will have them.
-            policy, verifier: whether the trainer attaches its model and its reward functions.
+            policy, continues: whether the trainer attaches its model, and whether that continues responses.
             rows: whether it trains on rows that the graph makes.
 
         Raises:
@@ -177,14 +182,12 @@ class HostedGraph:
         for node in self._running_nodes():
             where = f"{place}, node '{node.name}'"
             kinds = self._given_kinds(node)
-            if Verifier in kinds and self._verifier is None and not verifier:
-                raise ConfigError(needed(where, Verifier))
-            if Policy in kinds and self.policy is None and not policy:
+            if Policy in kinds and self.policy is None and not (continues if self.samples else policy):
                 raise ConfigError(needed(where, Policy))
             if Policy in kinds and self.policy is None and not self._reads_trained(node):
                 raise ConfigError(
-                    f"{where} scores texts with another model than the one that is trained; pass "
-                    "policy=EndpointPolicy(…) of creditgraph.adapters.endpoint, of a server that holds it."
+                    f"{where} asks another model than the one that is trained; name a server that has it by "
+                    "--endpoint=URL and --model=NAME."
                 )
         if self._records and not tokens:
             raise ConfigError(f"{place}: {OPTION} writes token ids, but the trainer's hook passes none.")
@@ -236,8 +239,11 @@ class HostedGraph:
     def _running_nodes(self) -> list[Node]:
         return [self._graph[name] for name in self.nodes]
 
+    def _sampling_nodes(self) -> list[Node]:
+        return [node for node in self._running_nodes() if isinstance(node.config, SamplingSettings)]
+
     def _given_kinds(self, node: Node) -> set[type | None]:
-        return given_kinds(self._graph, node, self.makes_rows)
+        return given_kinds(self._graph, node, self.gives)
 
     def _wires(self) -> list[Wire]:
         return [wire for node in self._running_nodes() for wires in node.wires.values() for wire in wires]

@@ -87,6 +87,7 @@ def _credit(module: Any, *graph: str) -> None:
                     group=[i // self.args.rollout.n_samples_per_prompt for e in experiences for i in e.index],
                     # A place of a mask is that of the token after it.
                     tokens=stacked([experience.sequences[:, 1:] for experience in experiences]),
+                    prompts=[row[:1].tolist() for experience in experiences for row in experience.sequences],
                     values=None if values[0] is None else stacked(values),
                 ),
                 by_response="policy_loss_type=gspo" if self.args.actor.policy_loss_type == "gspo" else "",

@@ -14,19 +14,23 @@ The loss is chosen in the trainer's settings:
     kwargs = { graph = "p_trace" }
 
 prime-rl calls an algorithm with one group of episodes at a time, and the loss with one sample, whose log-ratio is that
-of trainer and inference. Run by hand with prime-rl 0.8.0 (commit 559b44772), which no package index has.
+of trainer and inference. Graphs that ask a model ask prime-rl's inference servers. Run by hand with prime-rl 0.8.0
+(commit 559b44772), which no package index has.
 """
 
+import asyncio
+import os
 from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
-from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.jagged import Jagged
 
 
@@ -44,7 +48,9 @@ def algorithm(graph: str, *overrides: str) -> type:
     from prime_rl.orchestrator.algo.routing import assign_advantages
 
     credit = CreditGraph(graph, *overrides)
-    credit.check_given(values=False)
+    credit.check_given(values=False, logprobs=True, policy=True, continues=True)
+    of_pool = credit.scores and credit.policy is None
+    one_at_a_time = asyncio.Lock()
 
     class GraphAlgorithm(Algorithm):  # type: ignore[misc]  # its base is Any without prime-rl
         def __init__(self, config: Any, policy_pool: Any) -> None:
@@ -55,6 +61,11 @@ def algorithm(graph: str, *overrides: str) -> type:
                     "make the length a part of the reward."
                 )
             self.episode_agents = getattr(config, "episode_agents", None)
+            if of_pool:
+                server = policy_pool.train_client
+                key = os.environ.get(server.api_key_var, "")
+                self.server = EndpointPolicy(server.base_url, policy_pool.model_name, key=key)
+                credit.attach(self.server)
 
         async def score_group(self, episodes: list[Any]) -> None:
             found = list(iter_trainable_traces(episodes))
@@ -66,7 +77,17 @@ def algorithm(graph: str, *overrides: str) -> type:
                 names = [(episode.id, trace.agent.name) for episode, trace in found]
                 group = [(name, episode if name in self.episode_agents else None) for episode, name in names]
             rollouts = rollouts_of(traces, group)
-            advantages = credit(rollouts)
+            if credit.scores and any(trace.num_branches > 1 for trace in traces):
+                raise DataError(
+                    f"graph '{credit.name}': it reads texts, and a trace has several branches, which are none in one "
+                    "piece. Choose a graph that reads rewards alone."
+                )
+            async with one_at_a_time:
+                if of_pool:  # another adapter has another name
+                    self.server.model = self.policy_pool.model_name
+                    credit.policy = self.server
+                # Requests take long, and the orchestrator has more to do.
+                advantages = await asyncio.to_thread(credit, rollouts)
             for trace, row, sampled in zip(traces, advantages, rollouts.trained, strict=True):
                 assign_advantages(trace, row[sampled].tolist())
 
@@ -74,15 +95,36 @@ def algorithm(graph: str, *overrides: str) -> type:
 
 
 def rollouts_of(traces: list[Any], group: list[Hashable]) -> Rollouts:
-    """Traces as rows, in the order of their nodes."""
-    # A gap after each message: those sampled one after the other, in two branches say, are two turns.
-    tokens = [[token for node in trace.nodes for token in (*node.token_ids, 0)] for trace in traces]
-    mask = [[sampled for node in trace.nodes for sampled in (*node.mask, False)] for trace in traces]
+    """Traces as rows, in the order of their nodes, from the first sampled token on."""
+    rows: dict[str, list[list[Any]]] = {"tokens": [], "mask": [], "logprobs": [], "prompts": []}
+    for trace in traces:
+        tokens: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        for node in trace.nodes:
+            # Messages that were sampled one after the other, in two branches say, are two turns.
+            gap = mask[-1:] + node.mask[:1] == [True, True]
+            known = iter(node.logprobs)
+            tokens += [*[0] * gap, *node.token_ids]
+            mask += [*[False] * gap, *node.mask]
+            logprobs += [
+                *[torch.nan] * gap,
+                *(next(known, torch.nan) if sampled else torch.nan for sampled in node.mask),
+            ]
+        begin = mask.index(True)
+        for name, row in (("tokens", tokens), ("mask", mask), ("logprobs", logprobs)):
+            rows[name].append(row[begin:])
+        rows["prompts"].append(tokens[:begin])
+    answers = [getattr(trace.task.data, "answer", None) for trace in traces]
     return Rollouts(
-        mask=Jagged.from_rows(mask, torch.bool).to_padded(),
+        mask=Jagged.from_rows(rows["mask"], torch.bool).to_padded(),
         rewards=torch.tensor([trace.reward for trace in traces]),
         group=group,
-        tokens=Jagged.from_rows(tokens, torch.int64).to_padded(),
+        tokens=Jagged.from_rows(rows["tokens"], torch.int64).to_padded(),
+        logprobs=Jagged.from_rows(rows["logprobs"], torch.float32).to_padded(),
+        prompts=rows["prompts"],
+        texts=[trace.task.data.prompt_text for trace in traces],
+        answers=None if None in answers else [str(answer) for answer in answers],
     )
 
 

@@ -121,7 +121,7 @@ def whole_rows(trained: Tensor, gaps: bool, first: Tensor | None = None) -> Span
     With `first` (`Rollouts.first`) those of each episode.
     """
     if gaps:
-        trained = trained.flip(1).cumsum(1).flip(1) > 0
+        trained = (trained.cumsum(1) > 0) & (trained.flip(1).cumsum(1).flip(1) > 0)
     first = torch.arange(len(trained)) if first is None else first
     row = torch.unique(first)
     lengths = torch.zeros_like(first).index_add(0, first, trained.sum(1))
@@ -151,6 +151,16 @@ def places_of_groups(group: Any) -> Tensor:
     return torch.tensor([ids.setdefault(entry, len(ids)) for entry in entries], dtype=torch.int64)
 
 
+def uids(place: Tensor, iteration: int) -> Tensor:
+    """int64 [N]: of places in a batch; unique over batches, as verifiers remember what they have verified."""
+    return place + (iteration << 32)
+
+
+def place_of(uid: Tensor) -> Tensor:
+    """int64 [N]: the places of `uids`."""
+    return uid & 0xFFFFFFFF
+
+
 def outcomes(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     """The sum of the rewards of each row's episode, float32 [N], and whether it is finite, bool [N]."""
     rewards = rollouts.rewards.detach().cpu().double()
@@ -164,7 +174,7 @@ def outcomes(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
 
 
 def trajectories_of(rollouts: Rollouts, spans: Spans, group: Tensor, uid: Tensor) -> Trajectories:
-    """The spans as trajectories; what is not known is 0 in token ids and NaN in numbers."""
+    """The spans as trajectories; what is not known is 0 in token ids and NaN in numbers. `group` [N] are uids."""
     shape = rollouts.mask.shape
     tokens = torch.zeros(shape, dtype=torch.int32) if rollouts.tokens is None else rollouts.tokens.to(torch.int32)
     unknown = torch.full(shape, torch.nan)
@@ -280,7 +290,7 @@ def _same_turns(name: str, given: Sequence[Sequence[Any]], spans: Spans) -> None
 
 
 def prompts_of(rollouts: Rollouts, group: Tensor) -> Prompts:
-    """One prompt per group, with the text and answer of its first row."""
+    """One prompt per group, whose uid is the group's, with the text and answer of its first row."""
     uid, first = np.unique(group.numpy(), return_index=True)
     tokens = [[] if rollouts.prompts is None else list(rollouts.prompts[i]) for i in first]
     texts, answers = rollouts.texts, rollouts.answers

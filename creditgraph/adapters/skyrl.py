@@ -85,14 +85,18 @@ class SkyRLEstimator(Estimator):
         return out[0], out[1]
 
     def _steps(self, begins: Tensor) -> dict[str, Any]:
-        """Of step-wise trajectories which steps belong together, and their prompts, which end where responses begin."""
-        if self.last is None:
+        """Of step-wise trajectories which steps belong together, and their prompts, which end where responses begin.
+
+        A graph that asks a model reads the prompts in any case.
+        """
+        if self.last is None and not self.credit.scores:
             return {}
         rows, width = len(begins), self.batch["response_mask"].shape[1]
         sequences, read = self.batch["sequences"][:rows], self.batch["attention_mask"][:rows] != 0
         before = torch.arange(sequences.shape[1], device=begins.device) < sequences.shape[1] - width + begins
         prompts = [row[kept].tolist() for row, kept in zip(sequences, read & before, strict=True)]
-        return {"episode": [0, *itertools.accumulate(self.last[: rows - 1])], "prompts": prompts}
+        steps = {} if self.last is None else {"episode": [0, *itertools.accumulate(self.last[: rows - 1])]}
+        return steps | {"prompts": prompts}
 
 
 class SkyRLLoss(Loss):

@@ -11,12 +11,16 @@ one is the graph's loss:
     loss_type: custom_loss
     custom_loss_function_path: creditgraph.adapters.slime.loss
 
-slime passes token ids, loss masks and log-probs, no values. Samples that share a `rollout_id` and a reward, as slime's
+slime passes token ids, loss masks and log-probs, no values. Graphs that ask a model ask slime's router, and what they
+sample is rewarded by slime. Samples that share a `rollout_id` and a reward, as slime's
 `TrajectoryManager` makes them of a history that was rewritten, are the steps of one response with that reward once;
 with rewards of their own they are responses. Run by hand with slime at commit 624b824a8, which no
 package index has.
 """
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -24,23 +28,104 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import Rollouts
+from creditgraph.adapters.rows import Rollouts, place_of
 from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.core.handles import Verifier
 from creditgraph.pipeline.core.jagged import Jagged
+from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 
 @cache
 def _graph(graph: str, *overrides: str) -> CreditGraph:
     credit = CreditGraph(graph, *overrides)
-    credit.check_given(values=False)
+    credit.check_given(values=False, logprobs=True, policy=True, continues=True)
     return credit
 
 
 @cache
 def _loss(graph: str, *overrides: str) -> Loss:
     return Loss(graph, *overrides)
+
+
+def _attach(credit: CreditGraph, args: Any, samples: list[Any]) -> None:
+    """Gives a graph that asks a model slime's servers, and its rewards unless the settings choose a verifier."""
+    if any(sample.multimodal_inputs for sample in samples):
+        credit.refuse_images()
+    if credit.policy is None:
+        sampling = {"top_p": args.rollout_top_p, "top_k": args.rollout_top_k, "no_stop_trim": True}
+        sampling |= {"stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids}
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1"
+        own = any(setting.startswith("verifier.") for setting in _chosen(args)[1:])
+        credit.attach(
+            EndpointPolicy(url, "default", sampling=sampling),
+            None if own or not credit.samples else SlimeRewards(args, credit),
+            temperature=args.rollout_temperature,
+            max_tokens=args.rollout_max_response_len,
+        )
+    if isinstance(credit.verifier, SlimeRewards):
+        first = {sample.group_index: sample for sample in reversed(samples)}
+        credit.verifier.samples = [first[group] for group in dict.fromkeys(s.group_index for s in samples)]
+
+
+class SlimeRewards(Verifier):
+    """slime's own rewards, of texts that continue its responses.
+
+    Attributes:
+        samples: the first one of each group, whose place ends the uid of its prompt.
+    """
+
+    samples: Sequence[Any] = ()
+
+    def __init__(self, args: Any, credit: CreditGraph) -> None:
+        self.args, self.credit = args, credit
+        if args.group_rm:
+            raise ConfigError(
+                f"graph '{credit.name}': with group_rm a reward is that of a whole group, and what the graph samples "
+                "is in none. Name a verifier among its settings, verifier.use=verifier.function for example."
+            )
+
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+        """One reward per trajectory; invalid where slime's is no finite number."""
+        from slime.rollout.rm_hub import async_rm
+        from slime.utils.async_utils import run
+
+        tokenizer, skip = self.credit.tokenizer, self.args.rollout_skip_special_tokens
+        rows = zip(
+            place_of(trajectories.prompt_uid).tolist(),
+            trajectories.prompt_tokens.to_lists(),
+            trajectories.response_tokens.to_lists(),
+            strict=True,
+        )
+        copies = [
+            replace(
+                self.samples[place],
+                tokens=[*before, *tokens],
+                response=tokenizer.decode(tokens, skip_special_tokens=skip),
+                response_length=len(tokens),
+                loss_mask=None,
+                rollout_log_probs=None,
+                reward=None,
+            )
+            for place, before, tokens in rows
+        ]
+
+        async def rewarded() -> list[Any]:
+            return await asyncio.gather(*(async_rm(self.args, copy) for copy in copies))
+
+        for copy, reward in zip(copies, run(rewarded()), strict=True):
+            copy.reward = reward
+        value = torch.tensor([float(copy.get_reward_value(self.args)) for copy in copies])
+        valid = value.isfinite()
+        return Rewards(
+            uid=trajectories.uid,
+            value=value.where(valid, 0.0),
+            correct=valid & (value > self.credit.right_above),
+            valid=valid,
+            detail=["" if ok else "slime's reward is not a finite number" for ok in valid.tolist()],
+        )
 
 
 def _chosen(args: Any) -> tuple[str, ...]:
@@ -70,6 +155,11 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
     episode = [("sample", i) if alone[i] else rollout for i, rollout in enumerate(shared)]
     rewards = torch.tensor([torch.nan if reward is None else float(reward) for reward in raw])
     last = torch.tensor([one != other for one, other in pairwise([*episode, None])])
+    graph = _graph(*_chosen(args))
+    if graph.scores:
+        _attach(graph, args, samples)
+    labels = [sample.label for sample in samples]
+    known = [sample.rollout_log_probs for sample in samples]
     rollouts = Rollouts(
         mask=Jagged.from_rows(masks, torch.int64).to_padded(),
         rewards=rewards.where(last | rewards.isnan(), 0.0),
@@ -77,9 +167,12 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
         episode=episode,
         tokens=Jagged.from_rows([s.tokens[b:] for s, b in zip(samples, begins, strict=True)], torch.int64).to_padded(),
         prompts=[s.tokens[:b] for s, b in zip(samples, begins, strict=True)],
+        logprobs=None if None in known else Jagged.from_rows(known, torch.float32).to_padded(),
+        answers=None if None in labels else [str(label) for label in labels],
+        temperature=args.rollout_temperature,
     )
     by_response = args.advantage_estimator == "gspo" and args.loss_type == "policy_loss"
-    rows = _graph(*_chosen(args))(rollouts, by_response="advantage_estimator=gspo" if by_response else "")
+    rows = graph(rollouts, by_response="advantage_estimator=gspo" if by_response else "")
     return raw, [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 

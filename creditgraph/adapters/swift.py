@@ -83,7 +83,8 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             more.append("loss_type='real'")
         check_off(self, off, f"graph '{self.credit.name}'", "ms-swift", more)
         self._policy = TrainerPolicy(self)
-        self.credit.attach(self._policy, None, temperature=self.temperature, max_tokens=self.max_completion_length)
+        if not self.credit.samples:  # else a server was named, which is asked
+            self.credit.attach(self._policy, temperature=self.temperature, max_tokens=self.max_completion_length)
 
     def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[dict[str, Any]]) -> None:
         if self.dynamic_num_samples:

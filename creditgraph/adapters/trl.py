@@ -106,7 +106,7 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             credit = CreditGraph(credit, *([f"model.path={model}"] if named else []))
         self.credit = credit
         self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
-        given = {"logprobs": True, "entropies": not self._unsloth, "policy": True, "verifier": True, "rows": True}
+        given = {"logprobs": True, "entropies": not self._unsloth, "policy": True, "continues": True, "rows": True}
         self.credit.check_given(values=False, **given)
         self.credit_objective = self.credit.objective if objective else None
         if self.credit_objective is not None:

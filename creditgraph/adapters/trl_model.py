@@ -18,6 +18,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
 
+from creditgraph.adapters.rows import place_of
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
@@ -275,7 +276,7 @@ class TrainerRewards(Verifier):
     """The trainer's reward functions, on texts that continue its responses.
 
     Attributes:
-        rows: the rows of the dataset, one per prompt, whose uid is its place.
+        rows: the rows of the dataset, one per prompt, whose place ends its uid (`place_of`).
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -284,7 +285,7 @@ class TrainerRewards(Verifier):
 
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """TRL's weighted sum of its reward functions; invalid where all of them return None."""
-        rows = trajectories.prompt_uid.tolist()
+        rows = place_of(trajectories.prompt_uid).tolist()
         tokens = (trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists())
         rewards = torch.tensor(shared(self.trainer, list(zip(rows, *tokens, strict=True)), self._rewards))
         valid = torch.isfinite(rewards)

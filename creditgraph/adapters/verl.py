@@ -86,7 +86,9 @@ def in_place_of(step: Callable[..., Any]) -> Callable[..., Any]:
         # Agent Lightning's trainer, verl's with rows that are single requests, says here whose they are.
         of_rollouts = data.non_tensor_batch.get("rollout_id_list", ())
         outputs = [(str(rollout), i) for i, rollout in enumerate(of_rollouts)]
-        return _credited(data, estimator, given.get("config"), data.batch.get("responses"), prompts, outputs)
+        more = {"tokens": data.batch.get("responses"), "prompts": prompts, "logprobs": _logprobs(data.batch)}
+        more["answers"] = _answers(data.non_tensor_batch.get("reward_model"))
+        return _credited(data, estimator, given.get("config"), more, outputs)
 
     return stepped
 
@@ -99,26 +101,45 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
         estimator = ADV_ESTIMATOR_REGISTRY.get(adv_estimator)
         if not isinstance(estimator, Estimator):
             return step(data, batch_keys, adv_estimator, *args, **given)
-        tokens = prompts = None
+        more: dict[str, Any] = {"logprobs": _logprobs(data.batch)}
         if estimator.credit.reads_tokens:
             import transfer_queue
 
-            found = transfer_queue.kv_batch_get(
-                keys=batch_keys, partition_id="train", select_fields=["prompts", "responses"]
-            )
-            prompts = [row.tolist() for row in found["prompts"].unbind()]
-            tokens = Jagged.from_rows([row.tolist() for row in found["responses"].unbind()], torch.int64).to_padded()
+            fields = ["prompts", "responses", *["reward_model"] * estimator.credit.scores]
+            found = transfer_queue.kv_batch_get(keys=batch_keys, partition_id="train", select_fields=fields)
+            more["prompts"] = [row.tolist() for row in found["prompts"].unbind()]
+            rows = [row.tolist() for row in found["responses"].unbind()]
+            more["tokens"] = Jagged.from_rows(rows, torch.int64).to_padded()
+            more["answers"] = _answers(found.get("reward_model"))
         named = [key.rsplit("_", 1) for key in batch_keys]  # uid_session, place of the output in it
         outputs = [(session, int(place)) for session, place in named]
-        return _credited(data, estimator, given.get("config"), tokens, prompts, outputs)
+        return _credited(data, estimator, given.get("config"), more, outputs)
 
     return stepped
 
 
+def _logprobs(batch: Any) -> Any:
+    """Log-probs of the responses [N, T], of verl's old policy or of its rollouts; None where there are none."""
+    return batch.get("old_log_probs", batch.get("rollout_log_probs"))
+
+
+def _answers(given: Any) -> list[str] | None:
+    """Reference answers, as verl's data has them; None without."""
+    if given is None:
+        return None
+    answers = [entry.get("ground_truth") for entry in given.tolist()]
+    return None if None in answers else [str(answer) for answer in answers]
+
+
 def _credited(
-    data: Any, estimator: Estimator, config: Any, tokens: Any, prompts: Any, outputs: Sequence[tuple[str, int]]
+    data: Any, estimator: Estimator, config: Any, more: dict[str, Any], outputs: Sequence[tuple[str, int]]
 ) -> Any:
-    """verl's batch with the advantages of a graph; `outputs` are the session of each row and its place in it."""
+    """verl's batch with the advantages of a graph.
+
+    Args:
+        more: of each row what the graph reads of it; None where it is not known.
+        outputs: the session of each row and its place in it.
+    """
     scores, mask, uid = data.batch["token_level_rewards"], data.batch["response_mask"], data.non_tensor_batch.get("uid")
     sessions: list[str] | None = None
     order = list(range(len(mask)))
@@ -129,15 +150,17 @@ def _credited(
         # verl copies the score of the last output to the others; what is not a score, as a KL in the reward, is theirs.
         scores = scores.clone()
         scores[order] = scores[order].where(last, scores[order] - data.batch["token_level_scores"][order])
+    rest: dict[str, Any] = {
+        name: x[order] if isinstance(x, Tensor) else x and [x[i] for i in order] for name, x in more.items()
+    }
     advantages, returns = estimator(
         scores[order],
         mask[order],
         None if uid is None else uid[order],
         None if "values" not in data.batch else data.batch["values"][order],
-        None if tokens is None else tokens[order],
         episode=sessions,
-        prompts=None if prompts is None else [prompts[i] for i in order],
         config=config,
+        **rest,
     )
     back = torch.tensor(order).argsort()
     data.batch["advantages"], data.batch["returns"] = advantages[back], returns[back]

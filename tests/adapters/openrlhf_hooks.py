@@ -129,6 +129,10 @@ def main():
         for unit in ("tokens", "rows"):
             out[f"loss of {graph} {unit}"] = said(lambda unit=unit: loss(given, token_level_loss=unit == "tokens"))
     out["dual clip"] = said(lambda: loss(given, dual_clip=3.0))
+    sys.modules[MAKER].RemoteExperienceMaker = own[MAKER]["RemoteExperienceMaker"]
+    os.environ |= {"CREDITGRAPH_GRAPH": " ".join(["vineppo", *given["settings"]]), "CREDITGRAPH_LOSS": "false"}
+    install()
+    out["asked"] = said(lambda: advantages(given["asked"]))
     os.environ["CREDITGRAPH_LOSS"] = "yes"
     out["neither true nor false"] = said(install)
     # What `ray job submit --runtime-env` hands on.

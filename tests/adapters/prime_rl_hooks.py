@@ -21,9 +21,13 @@ from verifiers.v1.task import WireTaskData
 from verifiers.v1.trace import AgentInfo, Reward, TraceTask, WireTrace
 from verifiers.v1.types import AssistantMessage, UserMessage
 
+from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.prime_rl import algorithm, loss
-from creditgraph.pipeline.core.errors import ConfigError
-from tests.adapters.prime_rl_episodes import READ, REWARDS, TWO_AGENTS
+from creditgraph.adapters.rows import Rollouts
+from creditgraph.pipeline.core.errors import ConfigError, DataError
+from creditgraph.pipeline.core.jagged import Jagged
+from tests.adapters.prime_rl_episodes import CONTINUED, READ, REWARDS, TWO_AGENTS
+from tests.adapters.tiny_server import tiny_server
 
 REAL = hasattr(prime_loss, "compute_loss")
 
@@ -92,6 +96,51 @@ def of_two_agents(name):
     return [[one.nodes[1].advantages[0] for one in episode.traces] for episode in made]
 
 
+def continued(*overrides):
+    """Advantages of a graph that asks prime-rl's servers, those of the same rollouts by hand, and a refusal."""
+
+    def answered(tokens, reward, task):
+        message = {False: UserMessage(content="q"), True: AssistantMessage(content="a")}
+        nodes = [
+            MessageNode(
+                parent=parent,
+                message=message[sampled],
+                sampled=sampled,
+                token_ids=ids,
+                mask=[sampled] * len(ids),
+                logprobs=[-0.5] * len(ids) * sampled,
+            )
+            for parent, sampled, ids in ((None, False, [46, 3]), (0, True, tokens))
+        ]
+        rewards = {"right": Reward(score=reward, weight=1.0)}
+        agent = AgentInfo(config=WireAgentConfig(), name="agent")
+        return WireTrace(task=task, agent=agent, nodes=nodes, rewards=rewards, is_completed=True, ok=True)
+
+    fixed = ("model=tiny", "verifier.use=verifier.exact", "value.temperature=0", "value.max_tokens=12", *overrides)
+    ALGORITHM_CLASSES["grpo"] = algorithm("vineppo", *fixed)
+    config = SimpleNamespace(type="grpo", action_loss_type="rl", length_penalty=None)
+    task = TraceTask(type="Sums", key="sum", data=WireTaskData(idx=0, prompt="q", answer=4))
+    made = [WireEpisode(task=task, traces=[answered(*row, task)], ok=True) for row in CONTINUED]
+    with tiny_server() as server:
+        client = SimpleNamespace(base_url=f"{server.url}/v1", api_key_var="NO_KEY")
+        pool = SimpleNamespace(train_client=client, model_name="before")
+        scorer = build_algorithm(config, pool)
+        pool.model_name = "tiny"
+        asyncio.run(scorer.finalize_group(made))
+        try:
+            asyncio.run(scorer.finalize_group(episodes()))
+        except DataError as error:
+            sentence = str(error)
+        by_hand = CreditGraph("vineppo", *fixed, f"--endpoint={server.url}/v1", "--model=tiny")
+        rows = Jagged.from_rows([row for row, _ in CONTINUED], torch.int64)
+        mask = rows.with_values(torch.ones_like(rows.values)).to_padded()
+        rewards = torch.tensor([reward for _, reward in CONTINUED])
+        given = {"prompts": [[46, 3]] * len(CONTINUED), "answers": ["4"] * len(CONTINUED), "tokens": rows.to_padded()}
+        expected = by_hand(Rollouts(mask=mask, rewards=rewards, group=[0] * len(CONTINUED), **given))
+    found = [episode.traces[0].nodes[1].advantages for episode in made]
+    return {"found": found, "expected": expected.tolist(), "refused": sentence, "asked": len(server.requests)}
+
+
 def refused():
     """What a setting of prime-rl's own algorithm gets."""
     config = SimpleNamespace(type="grpo", action_loss_type="rl", length_penalty=SimpleNamespace())
@@ -149,6 +198,7 @@ def main():
         out[name] = scored(name)
     out["two agents"] = of_two_agents("drgrpo")
     out["refused"] = refused()
+    out["continued"] = continued("segmenter.use=segmenter.fixed", "segmenter.tokens=2", "value.continuations=1")
     Path(sys.argv[1]).write_text(json.dumps(out))
 
 

@@ -103,11 +103,13 @@ def main():
     register("gigpo", "advantage.omega=0.5", name="mine")
     out = {}
 
-    def advantages(name, kind=CreditTrainer, column="advantages"):
+    def advantages(name, kind=CreditTrainer, column="advantages", given=given):
         return trainer_of(kind, name).compute_advantages_and_returns(batch_of(given))[column].tolist()
 
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "mine", "creditgraph:srpo"):
         out[name] = said(lambda name=name: advantages(name))
+    register("vineppo", *given["settings"], name="asks")
+    out["asked"] = said(lambda: advantages("asks", given=given["asked"]))
     out["ppo"] = [advantages("creditgraph:ppo", column=column) for column in ("advantages", "returns")]
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "creditgraph:ppo"):
         trainer, batch = trainer_of(CreditTrainer, name, step_wise=True), batch_of(steps_of(given))

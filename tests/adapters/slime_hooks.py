@@ -18,6 +18,10 @@ from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.types import Sample
 
 from creditgraph.adapters import slime as adapter
+from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.rows import Rollouts
+from creditgraph.pipeline.core.jagged import Jagged
+from tests.adapters.tiny_server import tiny_server
 
 REAL = hasattr(slime_loss, "compute_advantages_and_returns")
 ARGS = {
@@ -43,6 +47,19 @@ ARGS = {
     "eps_clip_c": None,
     "calculate_per_token_loss": False,
     "context_parallel_size": 1,
+}
+# Of rollouts, greedy so that they can be compared.
+SERVED = {
+    "rollout_temperature": 0.0,
+    "rollout_max_response_len": 12,
+    "rollout_top_p": 0.5,
+    "rollout_top_k": -1,
+    "rollout_stop": None,
+    "rollout_stop_token_ids": None,
+    "rollout_skip_special_tokens": False,
+    "group_rm": False,
+    "custom_rm_path": None,
+    "rm_type": "math",
 }
 
 
@@ -109,6 +126,49 @@ def step(given, args, rows):
     return out
 
 
+def rows_of(given):
+    """Two samples of the embedded model's tokens."""
+    return [
+        Sample(
+            group_index=4,
+            index=i,
+            prompt="q",
+            tokens=[46, 3, *tokens],
+            response_length=len(tokens),
+            reward=reward,
+            label="4",
+        )
+        for i, (tokens, reward) in enumerate(given["continued"])
+    ]
+
+
+def continued(given, *more):
+    """Advantages of a graph that asks slime's router and its rewards, and those of the same by hand."""
+    settings = ["model=tiny", "segmenter.use=segmenter.fixed", "segmenter.tokens=2", "value.continuations=1", *more]
+    with tiny_server() as server:
+        server.model = "default"
+        host, port = server.url.removeprefix("http://").split(":")
+        args = Namespace(**ARGS | SERVED, creditgraph="vineppo", creditgraph_overrides=settings)
+        args.sglang_router_ip, args.sglang_router_port = host, port
+        found = adapter.credit(args, rows_of(given))[1]
+        again = adapter.credit(args, rows_of(given))[1]
+        fixed = ["verifier.use=verifier.exact", "value.temperature=0", "value.max_tokens=12"]
+        by_hand = CreditGraph("vineppo", *settings, *fixed, f"--endpoint={server.url}/v1", "--model=default")
+        expected = by_hand(
+            Rollouts(
+                mask=Jagged.from_rows([[1] * len(row) for row, _ in given["continued"]]).to_padded(),
+                rewards=torch.tensor([reward for _, reward in given["continued"]]),
+                group=[0, 0],
+                tokens=Jagged.from_rows([row for row, _ in given["continued"]]).to_padded(),
+                prompts=[[46, 3]] * 2,
+                answers=["4", "4"],
+            )
+        )
+        sent = [body for _, body, _ in server.requests]
+    rows = [[row.tolist() for row in rows] for rows in (found, again, expected)]
+    return {"rows": rows, "stop": sent[0]["stop"], "top_p": sent[0]["top_p"]}
+
+
 def main():
     given = json.loads(Path(sys.argv[1]).read_text())
     if REAL:
@@ -133,6 +193,12 @@ def main():
     out["gspo"] = said(lambda: adapter.credit(args, samples(given)))
     args = Namespace(**(ARGS | {"advantage_estimator": "gspo", "loss_type": "custom_loss"}), creditgraph="gigpo")
     out["gspo, our loss"] = [row.tolist() for row in adapter.credit(args, samples(given))[1]]
+    out["continued"] = continued(given)
+    out["own verifier"] = continued(given, "verifier.use=verifier.exact")["rows"]
+    args = Namespace(**ARGS | SERVED | {"group_rm": True}, creditgraph="vineppo")
+    args.creditgraph_overrides = ["model=tiny", "segmenter.use=segmenter.fixed"]
+    args.sglang_router_ip = args.sglang_router_port = "1"
+    out["group_rm"] = said(lambda: adapter.credit(args, rows_of(given)))
     lost = samples(given)
     lost[1].group_index = None
     out["no group"] = said(lambda: adapter.credit(args, lost))

@@ -60,7 +60,11 @@ def test_a_trainers_responses_are_continued_where_its_lines_end_within_its_budge
     graph.attach(policy, Prefixes(), temperature=0.7, max_tokens=9)
     tokens = torch.tensor([[1, 2, 1, 2, 3], [3, 1, 0, 0, 0]])
     batch = Rollouts(
-        mask=torch.tensor([[1] * 5, [1, 1, 0, 0, 0]]), tokens=tokens, rewards=torch.tensor([1.0, 0.0]), group=[0, 0]
+        mask=torch.tensor([[1] * 5, [1, 1, 0, 0, 0]]),
+        tokens=tokens,
+        rewards=torch.tensor([1.0, 0.0]),
+        group=[0, 0],
+        prompts=[[1], [1]],
     )
     # The lines are (a b) (a b) (c) and (c a); values are 0, .2, .4 and the reward, and 0 and the reward.
     expected = torch.tensor([[0.2, 0.2, 0.2, 0.2, 0.6], [0.0] * 5])
@@ -157,7 +161,8 @@ def test_sampling_is_the_trainers():
     graph = CreditGraph("vineppo", "sampler.mode=line", "value.top_p=0.5", "model.path=tiny")
     with pytest.raises(ConfigError, match=r"value.top_p=0.5 has no effect here, where the trainer continues"):
         graph.attach(Continues(), Prefixes(), **given)
-    graph = CreditGraph("vineppo", "sampler.mode=line", "model.path=tiny", policy=Continues())
+    more = ["value.max_tokens=9", "model.path=tiny"]
+    graph = CreditGraph("vineppo", "sampler.mode=line", *more, policy=Continues())
     with pytest.raises(ConfigError, match="it continues responses, which the trainer does itself"):
         graph.attach(Continues(), Prefixes(), **given)
 
@@ -170,9 +175,21 @@ def test_credit_that_is_not_a_number_is_an_error(policy):
         rewards=torch.tensor([1.0, 0.0]),
         group=[0, 0],
         logprobs=torch.full((2, 3), torch.nan),
+        prompts=[[4], [4]],
     )
     with pytest.raises(DataError, match=r"its credit is not a number at 3 tokens.*see Rollouts.logprobs"):
         graph(batch)
+
+
+def test_a_model_is_not_asked_without_the_prompts(policy):
+    batch = Rollouts(
+        mask=torch.ones(2, 3),
+        tokens=torch.ones(2, 3, dtype=torch.int64),
+        rewards=torch.tensor([1.0, 0.0]),
+        group=[0, 0],
+    )
+    with pytest.raises(DataError, match=r"it asks a model, but the rollouts have no prompts; see Rollouts.prompts"):
+        CreditGraph("igpo", "model.path=tiny", policy=policy)(batch)
 
 
 def test_texts_need_the_models_tokenizer():

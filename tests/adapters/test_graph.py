@@ -137,7 +137,7 @@ def test_a_reward_per_step_belongs_to_its_last_turn():
 
 
 def test_steps_that_are_apart_or_of_two_groups_or_read_as_texts_are_refused():
-    given = {"mask": torch.ones(3, 2), "rewards": torch.ones(3), "entropies": torch.ones(3, 2)}
+    given = {"mask": torch.ones(3, 2), "rewards": torch.ones(3), "entropies": torch.ones(3, 2), "prompts": [[4]] * 3}
     with pytest.raises(
         DataError, match=r"row 2 is apart from the other rows of its episode. Sort the batch by episode"
     ):
@@ -253,22 +253,20 @@ def test_what_cannot_run_is_refused_when_it_is_built(arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    "arguments",
     [
-        (
-            ["rredcot"],
-            r"node 'value' scores texts with the policy; pass policy=EndpointPolicy.* or train with CreditGRPO",
-        ),
-        (["vineppo", "sampler.mode=line"], "node 'value' samples and verifies continuations; train it with CreditGRPO"),
+        ["rredcot"],
+        ["vineppo", "sampler.mode=line"],
     ],
 )
-def test_a_policy_that_nobody_gives_is_missed_before_anything_is_sampled(arguments, sentence):
+def test_a_policy_that_nobody_gives_is_missed_before_anything_is_sampled(arguments):
+    sentence = "node 'value' asks the policy; name a server that has its weights by --endpoint=URL and --model=NAME, or"
     graph = CreditGraph(*arguments, "model.path=tiny")
     with pytest.raises(ConfigError, match=sentence):
         graph.check_given(values=True)
     with pytest.raises(ConfigError, match=sentence):
         graph(rollouts())
-    graph.check_given(values=True, entropies=True, policy=True, verifier=True)
+    graph.check_given(values=True, entropies=True, policy=True, continues=True)
 
 
 def test_an_estimator_that_was_refused_stays_refused():
@@ -280,7 +278,9 @@ def test_an_estimator_that_was_refused_stays_refused():
 
 @pytest.mark.parametrize("name", ["trace_td", "sdpo"])
 def test_the_model_of_a_trainer_stands_for_no_other(name):
-    with pytest.raises(ConfigError, match="scores texts with another model than the one that is trained; pass policy="):
+    with pytest.raises(
+        ConfigError, match="asks another model than the one that is trained; name a server that has it by --endp"
+    ):
         CreditGraph(name, "model.path=tiny").check_given(values=True, policy=True)
 
 
@@ -298,7 +298,7 @@ def test_rows_and_log_probs_that_a_trainer_has_not_are_missed_before_anything_is
     graph = CreditGraph(name, "model.path=tiny")
     graph.policy = policy
     with pytest.raises(ConfigError, match=sentence):
-        graph.check_given(values=True, entropies=True, verifier=True, **more)
+        graph.check_given(values=True, entropies=True, continues=True, **more)
 
 
 def test_entropies_that_nobody_gives_are_missed_before_anything_is_sampled():

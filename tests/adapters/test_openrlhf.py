@@ -11,7 +11,8 @@ import torch
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline import ROOT
-from tests.adapters import slow
+from tests.adapters import asked, slow
+from tests.adapters.tiny_server import tiny_server
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -50,6 +51,14 @@ def batch():
         "old": (-torch.rand(4, WIDTH, generator=generator)).tolist(),
         "moved": (0.3 * torch.randn(4, WIDTH, generator=generator)).tolist(),
         "advantages": torch.randn(4, WIDTH, generator=generator).tolist(),
+        "asked": {
+            "prompts": [asked.PROMPT] * 2,
+            "responses": asked.RESPONSES,
+            "masks": [[1] * 5] * 2,
+            "rewards": asked.REWARDS,
+            "buffer": None,
+            "kl": [[0.0] * 5] * 2,
+        },
     }
 
 
@@ -57,13 +66,23 @@ def batch():
 def found(batch, tmp_path_factory):
     if not PYTHON.exists():
         pytest.skip("no OpenRLHF: tools/other_environment verl")
-    folder = tmp_path_factory.mktemp("openrlhf")
+    with tiny_server() as server:
+        folder = tmp_path_factory.mktemp("openrlhf")
+        where = [f"--endpoint={server.url}/v1", "--model=tiny"]
+        return hooked(batch | {"settings": [*asked.settings_of(folder), *where]}, folder)
+
+
+def hooked(batch, folder):
     (folder / "batch.json").write_text(json.dumps(batch))
     given = {"PYTHONPATH": os.pathsep.join([str(ROOT.parent), str(HERE / "openrlhf_python")])}
     command = [PYTHON, HERE / "openrlhf_hooks.py", folder / "batch.json", folder / "out.json"]
     done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "out.json").read_text())
+
+
+def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
+    check(found["asked"], asked.expected(tmp_path, policy).tolist())
 
 
 def check(rows, expected, tolerance=1e-6):

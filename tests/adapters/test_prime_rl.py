@@ -11,7 +11,7 @@ import torch
 
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
-from tests.adapters.prime_rl_episodes import READ, REWARDS, TWO_AGENTS
+from tests.adapters.prime_rl_episodes import CONTINUED, READ, REWARDS, TWO_AGENTS
 
 PYTHON = ROOT.parent / ".venv-verifiers/bin/python"
 pytestmark = [
@@ -43,9 +43,9 @@ def test_advantages_of_each_sampled_token_equal_loops(found):
             expected = None if reward is None else pytest.approx([reward - mean] * tokens, abs=1e-6)
             assert advantages == expected
         assert nodes[0] is nodes[2] is None
-    mask = [[0, 0, 0, 1, 1, 0, *[0] * len(read), 0, 1, 0, 1, 1] for read in READ]
+    mask = [[1, 1, *[0] * len(read), 1, 0, 1, 1] for read in READ]
     width = max(map(len, mask))
-    states = [["start", f"0 {' '.join(map(str, read))} 0", "0"] for read in READ]
+    states = [["start", " ".join(map(str, read)), "0"] for read in READ]
     rewards = [[0.0, 0.0, reward] for reward in REWARDS]
     padded = [row + [0] * (width - len(row)) for row in mask]
     expected = slow.gigpo(padded, rewards, ["g"] * 4, states, omega=1.0)
@@ -59,6 +59,15 @@ def test_agents_are_compared_as_hierarchical_grpo_does(found):
     for advantages, (proposer, *solvers) in zip(found["two agents"], TWO_AGENTS, strict=True):
         solved = sum(solvers) / 2
         assert advantages == pytest.approx([proposer - proposed, *(r - solved for r in solvers)], abs=1e-6)
+
+
+def test_a_graph_continues_responses_at_prime_rls_servers(found):
+    continued = found["continued"]
+    for (row, _), advantages, expected in zip(CONTINUED, continued["found"], continued["expected"], strict=True):
+        assert advantages == pytest.approx(expected[: len(row)], abs=1e-6)
+    assert any(any(row) for row in continued["found"])
+    assert continued["asked"] == 2 * (3 + 2)  # boundaries, of both calls
+    assert continued["refused"].startswith("graph 'vineppo': it reads texts, and a trace has several branches")
 
 
 def test_a_penalty_of_lengths_is_refused(found):

@@ -12,7 +12,8 @@ from creditgraph.adapters.estimator import Loss
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline import ROOT
-from tests.adapters import slow
+from tests.adapters import asked, slow
+from tests.adapters.tiny_server import tiny_server
 
 HERE = Path(__file__).parent
 PYTHON = ROOT.parent / ".venv-verl/bin/python"
@@ -75,6 +76,15 @@ def batch():
         # With the row that SkyRL adds to fill a batch.
         "advantages": torch.randn(5, WIDTH, generator=generator).tolist(),
         "moved": (0.3 * torch.randn(5, WIDTH, generator=generator)).tolist(),
+        "asked": {
+            "prompts": [asked.PROMPT] * 2,
+            "responses": asked.RESPONSES,
+            "rewards": [[0.0] * 4 + [reward] for reward in asked.REWARDS],
+            "masks": [[1] * 5] * 2,
+            "uid": ["a", "a"],
+            "logprobs": [[-1.0] * 5] * 2,
+            "values": [[0.0] * 5] * 2,
+        },
     }
 
 
@@ -82,13 +92,24 @@ def batch():
 def found(batch, tmp_path_factory):
     if not PYTHON.exists():
         pytest.skip("no SkyRL: tools/other_environment verl")
-    folder = tmp_path_factory.mktemp("skyrl")
+    with tiny_server() as server:
+        folder = tmp_path_factory.mktemp("skyrl")
+        where = [f"--endpoint={server.url}/v1", "--model=tiny"]
+        return hooked(batch | {"settings": [*asked.settings_of(folder), *where]}, folder)
+
+
+def hooked(batch, folder):
     (folder / "batch.json").write_text(json.dumps(batch))
     given = {"PYTHONPATH": os.pathsep.join([str(ROOT.parent), str(HERE / "skyrl_python")])}
     command = [PYTHON, HERE / "skyrl_hooks.py", folder / "batch.json", folder / "out.json"]
     done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
+    torch.testing.assert_close(torch.tensor(found["asked"])[:2], asked.expected(tmp_path, policy), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

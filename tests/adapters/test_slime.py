@@ -13,6 +13,7 @@ import torch
 
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
+from tests.adapters.prime_rl_episodes import CONTINUED
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -36,6 +37,7 @@ def given():
         "removed": REMOVED,
         "rewards": REWARDS,
         "groups": GROUPS,
+        "continued": CONTINUED,
         "logits": torch.randn(total, VOCABULARY, generator=generator).tolist(),
         "old": [(-2.5 + 0.6 * torch.randn(len(r), generator=generator)).tolist() for r in RESPONSES],
     }
@@ -66,6 +68,16 @@ def test_a_rank_gets_the_advantages_of_its_tokens(found):
     assert found["grpo"]["rows"] == found["grpo"]["advantages"]
     for row, advantages in zip(found["grpo"]["rows"], expected, strict=True):
         assert row == pytest.approx(advantages[: len(row)], abs=1e-6)
+
+
+def test_a_graph_continues_responses_at_slimes_router_and_has_slimes_rewards(found):
+    first, again, by_hand = found["continued"]["rows"]
+    assert any(map(any, first))
+    for rows in (first, again, found["own verifier"][0]):
+        for row, (tokens, _), expected in zip(rows, CONTINUED, by_hand, strict=True):
+            assert row == pytest.approx(expected[: len(tokens)], abs=1e-6)
+    assert (found["continued"]["stop"], found["continued"]["top_p"]) == (None, 0.5)
+    assert "'vineppo': with group_rm a reward is that of a whole group, and what the graph samples" in found["group_rm"]
 
 
 def test_turns_are_runs_of_the_loss_mask(found):

@@ -125,7 +125,10 @@ def test_settings_that_a_graph_has_no_part_for_are_refused(trained):
     assert "differs within responses, but with importance_sampling_level=sequence" in trained["gspo"]["refused"]
     assert "its credit has no part for ms-swift's beta=0.04 (off: 0.0). Switch that off." in trained["kl"]["refused"]
     assert "set learner.objective.entropy_mask.scope=batch or sequence." in trained["by_group"]["refused"]
-    assert "node 'value' samples and verifies continuations" in trained["vineppo"]["refused"]
+    assert (
+        "node 'value' asks the policy; name a server that has its weights by --endpoint=URL and --model=NAME"
+        in trained["vineppo"]["refused"]
+    )
     assert "expected `swift rlhf`, got ms-swift's Megatron trainer" in trained["megatron"]["refused"]
 
 

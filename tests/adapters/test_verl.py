@@ -12,6 +12,7 @@ from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline import ROOT
 from tests.adapters import slow
+from tests.adapters.tiny_server import tiny_server
 
 HERE = Path(__file__).parent
 PYTHON = ROOT.parent / ".venv-verl/bin/python"
@@ -94,8 +95,57 @@ def batch():
     }
 
 
+# Two responses of the embedded model's tokens, of which all are trained on.
+ASKED = {
+    "keys": ["c_0_0", "c_1_0"],
+    "uid": ["c", "c"],
+    "prompts": [[46, 3]] * 2,
+    "responses": [[3, 4, 44, 7, 45], [6, 7, 8, 44, 9]],
+    "response_mask": [[1] * 5] * 2,
+    "rm_scores": [[0.0] * 4 + [1.0], [0.0] * 5],
+    "old_log_probs": [[-0.5, -0.25, -1.0, -0.75, -0.125]] * 2,
+    "reward_model": [{"ground_truth": 4}] * 2,
+}
+GRAPHS = {
+    "vineppo": [
+        *(
+            "segmenter.use=segmenter.fixed",
+            "segmenter.tokens=2",
+            "verifier.use=verifier.exact",
+            "value.continuations=1",
+        ),
+        *("value.temperature=0", "value.max_tokens=12"),
+    ],
+    "distill": ["teacher.model=tiny"],
+}
+
+
+def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, policy):
+    batch = Rollouts(
+        mask=torch.tensor(ASKED["response_mask"]),
+        rewards=torch.tensor(ASKED["rm_scores"]),
+        group=ASKED["uid"],
+        tokens=torch.tensor(ASKED["responses"]),
+        prompts=ASKED["prompts"],
+        logprobs=torch.tensor(ASKED["old_log_probs"]),
+        answers=["4", "4"],
+    )
+    for name, settings in GRAPHS.items():
+        expected = CreditGraph(name, "model=tiny", *settings, policy=policy)(batch)
+        assert expected.any()
+        for advantages in found["asked"][name]:
+            torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def found(batch, tmp_path_factory):
+    with tiny_server() as server:
+        where = ["model=tiny", f"--endpoint={server.url}/v1", "--model=tiny"]
+        graphs = {name: [*settings, *where] for name, settings in GRAPHS.items()}
+        return hooked(batch | {"asked": {"columns": ASKED, "graphs": graphs}}, tmp_path_factory)
+
+
+def hooked(batch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("verl")
     (folder / "batch.json").write_text(json.dumps(batch))
     given = {"PYTHONPATH": str(ROOT.parent), "VERL_USE_EXTERNAL_MODULES": "creditgraph.adapters.verl"}

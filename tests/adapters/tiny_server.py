@@ -26,13 +26,14 @@ def tiny_server():
     def answer(how, path, body):
         if how == "fail":
             return 500, "no memory"
-        if path != "/v1/completions" or body["model"] != "tiny":
+        if path != "/v1/completions" or body["model"] != server.model:
             return 404, "no such model"
         with one_at_a_time:  # the engine serves one caller
             choices = scored(policy, body) if body.get("echo") else sampled(policy, body)
         return 200, json.dumps({"choices": choices, "usage": {"completion_tokens": sum(c["tokens"] for c in choices)}})
 
     with serving(answer) as server:
+        server.model = "tiny"
         yield server
     engine.close()
 
@@ -46,7 +47,7 @@ def scored(policy, body):
 
 
 def sampled(policy, body):
-    prompt, n = body["prompt"], body["n"]
+    prompt, n = body["prompt"], body.get("n", 1)
     ids = policy.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
     requests = Requests(
         tokens=Jagged.from_rows([ids] * n, torch.int32),
@@ -54,6 +55,11 @@ def sampled(policy, body):
         sampling=Sampling(max_tokens=body["max_tokens"], temperature=body["temperature"]),
     )
     done = policy.generate(requests)
-    texts = policy.tokenizer.batch_decode(done.tokens.to_lists(), skip_special_tokens=True)
-    lengths = done.tokens.lengths.tolist()
-    return [{"index": i, "text": x, "tokens": k} for i, (x, k) in enumerate(zip(texts, lengths, strict=True))]
+    rows, known = done.tokens.to_lists(), done.logprobs.to_lists()
+    texts = policy.tokenizer.batch_decode(rows, skip_special_tokens=body.get("skip_special_tokens", True))
+    choices = [{"index": i, "text": x, "tokens": len(row)} for i, (x, row) in enumerate(zip(texts, rows, strict=True))]
+    if body.get("return_token_ids"):
+        reasons = ["length" if reason == "length" else "stop" for reason in done.finish_reason]
+        for choice, ids, logprobs, reason in zip(choices, rows, known, reasons, strict=True):
+            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+    return choices

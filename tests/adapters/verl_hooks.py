@@ -31,7 +31,9 @@ def queued(columns):
     integer = ("prompts", "responses", "response_mask")
     fields = [
         {
-            k: v if k == "uid" else torch.tensor(v, dtype=torch.int64 if k in integer else torch.float32)
+            k: v
+            if k in ("uid", "reward_model")
+            else torch.tensor(v, dtype=torch.int64 if k in integer else torch.float32)
             for k, v in r.items()
         }
         for r in rows
@@ -71,6 +73,26 @@ def of_rollouts(columns, name):
     return advantages[torch.tensor(order).argsort()].tolist()
 
 
+def asked(given):
+    """Advantages of graphs that ask a server, of verl's older trainers and of its queue."""
+    out = {}
+    columns = given["columns"]
+    for name, settings in given["graphs"].items():
+        register(name, *settings, name=f"asks {name}")
+        tensors = {k: torch.tensor(columns[k]) for k in ("prompts", "responses", "response_mask", "old_log_probs")}
+        tensors["token_level_rewards"] = torch.tensor(columns["rm_scores"])
+        tensors["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
+        others = {k: np.array(columns[k], dtype=object) for k in ("uid", "reward_model")}
+        data = compute_advantage(
+            DataProto.from_dict(tensors=tensors, non_tensors=others), f"asks {name}", config=AlgoConfig()
+        )
+        out[name] = [data.batch["advantages"].tolist()]
+    keys = queued(dict(columns))
+    for name in given["graphs"]:
+        out[name].append(of_queue(f"asks {name}", keys)["advantages"])
+    return out
+
+
 def main():
     start_ray(cpus=8)
     transfer_queue.init()
@@ -96,6 +118,7 @@ def main():
     whole = queued(batch["queue"])
     for name in ("recorded", "creditgraph:ppo"):
         out[f"queue {name}"] = of_queue(name, whole)
+    out["asked"] = asked(batch["asked"])
     sessions = batch["sessions"]
     parts = queued({name: sessions[name] for name in ("keys", "prompts", "responses")})
     for name in ("creditgraph:grpo", "creditgraph:gigpo", "grpo"):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.components.engine.channel import ChannelSettings, FileChannel
 from creditgraph.components.engine.local.engine import LocalEngine
 from creditgraph.components.engine.messages import RowRequest
@@ -181,6 +182,20 @@ def test_samples_have_seeds_and_logprobs_before_truncation(pair, requests):
 
 
 @needs_sglang
+@needs_sglang
+def test_graphs_of_other_trainers_ask_its_endpoint(pair, requests):
+    _, reference = pair.load(pair.sglang)
+    listed = httpx.get(f"{pair.address}/v1/models", headers=pair.headers).json()
+    key = pair.headers["Authorization"].removeprefix("Bearer ")
+    endpoint = EndpointPolicy(f"{pair.address}/v1", listed["data"][0]["id"], reference.tokenizer, key=key)
+    greedy = requests(temperature=0.0, max_tokens=12)
+    done, expected = endpoint.generate(greedy), reference.generate(greedy)
+    assert done.tokens.to_lists() == expected.tokens.to_lists()
+    assert (done.finish_reason, done.text) == (expected.finish_reason, expected.text)
+    for found in (done.logprobs, endpoint.score(greedy.tokens, done.tokens).logprobs):
+        torch.testing.assert_close(found.values, expected.logprobs.values, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["file", "broadcast", "ipc"])
 def test_new_weights(pair, requests, kind, tmp_path):
     engine = pair.connected(channel=ChannelSettings(kind=kind, path=str(tmp_path), bucket_mb=1))

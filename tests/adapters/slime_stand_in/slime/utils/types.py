@@ -10,6 +10,11 @@ class Sample:
 
     group_index: int | None = None
     index: int | None = None
+    prompt: str = ""
+    response: str = ""
+    label: str | None = None
+    multimodal_inputs: dict[str, Any] | None = None
+    rollout_log_probs: list[float] | None = None
     tokens: list[int] = field(default_factory=list)
     response_length: int = 0
     reward: Any = None

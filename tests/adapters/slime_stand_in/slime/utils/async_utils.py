@@ -1,0 +1,5 @@
+"""Coroutines of functions that are none."""
+
+import asyncio
+
+run = asyncio.run
