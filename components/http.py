@@ -87,7 +87,7 @@ class Client:
 
         Args:
             url: of the request.
-            body: of the request.
+            body: of the request; None gets what is there.
             seconds: limit of one try.
             retries: further tries after a temporary failure (no connection, time-out, HTTP 408, 425, 429, 5xx).
             wait: seconds before the first further try; doubled each time, at most 30.
@@ -132,7 +132,8 @@ class Client:
         await self._client.aclose()
 
     async def _once(self, url: str, body: Any, seconds: float) -> tuple[int, bytes]:
-        async with asyncio.timeout(seconds), self._client.stream("POST", url, json=body) as response:
+        method = "GET" if body is None else "POST"
+        async with asyncio.timeout(seconds), self._client.stream(method, url, json=body) as response:
             if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
                 raise ValueError(f"the response is compressed ({encoding}), though it was asked for as it is")
             raw = bytearray()

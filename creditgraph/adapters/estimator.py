@@ -32,6 +32,9 @@ class Estimator:
         states: called with the trainer's arguments; returns a key of the state before each turn of each row.
     """
 
+    serves = False
+    """whether the trainer may have servers that a graph can ask"""
+
     def __init__(self, graph: str, *overrides: str, states: States | None = None) -> None:
         self.graph, self.overrides, self.states = graph, overrides, states
         self._credit: CreditGraph | None = None
@@ -45,7 +48,8 @@ class Estimator:
         """The graph, built once."""
         if self._credit is None:
             credit = CreditGraph(self.graph, *self.overrides)
-            credit.check_given(values=True, logprobs=True)  # only a batch shows whether there are any
+            # Only a batch shows whether there are any.
+            credit.check_given(values=True, logprobs=True, policy=self.serves, continues=self.serves)
             self._credit = credit
         return self._credit
 

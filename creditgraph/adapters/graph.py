@@ -58,8 +58,8 @@ class CreditGraph(HostedGraph):
         overrides: settings, as on the command line; "--config-dir=FOLDER" adds a folder with graphs of one's own, and
             "--record=FILE" writes the first groups of each batch with their credit, for `creditgraph import`,
             "--right-above=NUMBER" says which rewards are those of right responses, by default those above 0, and
-            "--endpoint=URL" with "--model=NAME" name a server that is asked (`adapters.endpoint.EndpointPolicy`; its
-            key is in OPENAI_API_KEY).
+            "--endpoint=URL", maybe with "--model=NAME", names a server that is asked, by a key in OPENAI_API_KEY (see
+            `adapters.endpoint.EndpointPolicy`).
         policy: scores and continues texts, for methods that need it, in the place of an endpoint. A trainer whose own
             model does that gives it later (`attach`).
         seed: key of random draws.
@@ -83,12 +83,14 @@ class CreditGraph(HostedGraph):
         if "=" not in graph and graph not in (names := graph_names(folders)):
             raise ConfigError(f"no graph '{graph}'; expected one of {', '.join(names)}.{did_you_mean(graph, names)}")
         self.right_above = [0.0, *map(_number, given[RIGHT])][-1]
-        if len(given[ENDPOINT]) != len(given[MODEL]) or (given[ENDPOINT] and policy is not None):
-            raise ConfigError(f"graph '{graph}': expected both {ENDPOINT}URL and {MODEL}NAME, or policy=, or neither.")
+        if bool(given[MODEL]) > bool(given[ENDPOINT]) or (given[ENDPOINT] and policy is not None):
+            raise ConfigError(
+                f"graph '{graph}': expected {ENDPOINT}URL, maybe with {MODEL}NAME, or policy=, or neither."
+            )
         served = None
         if given[ENDPOINT]:
             key = os.environ.get("OPENAI_API_KEY", "")
-            policy = served = EndpointPolicy(given[ENDPOINT][-1], given[MODEL][-1], key=key)
+            policy = served = EndpointPolicy(given[ENDPOINT][-1], ["", *given[MODEL]][-1], key=key)
         super().__init__(graph, settings, policy, records=bool(given[OPTION]))
         self._chosen, self._seed = (graph if "=" in graph else f"graph={graph}", folders), seed
         self._own_policy = policy
@@ -292,6 +294,11 @@ class CreditGraph(HostedGraph):
                 f"{place}: it reads texts, and the steps of an episode have none in one piece. Give each response as "
                 "one row, or choose a graph of turns."
             )
+
+    @property
+    def chooses_verifier(self) -> bool:
+        """Whether the settings choose what verifies, in the place of a trainer's rewards."""
+        return any(setting.startswith("verifier.") for setting in self._settings)
 
     @property
     def tokenizer(self) -> Any:

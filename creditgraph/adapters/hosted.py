@@ -114,7 +114,7 @@ def needed(place: str, kind: type) -> str:
     """The sentence on a kind of value that is not there, and where there is one."""
     if kind is Policy:
         return (
-            f"{place} asks the policy; name a server that has its weights by --endpoint=URL and --model=NAME, or train "
-            "with CreditGRPOTrainer of creditgraph.adapters.trl, whose own model does that."
+            f"{place} asks the policy; name a server that has its weights by --endpoint=URL, or train with "
+            " CreditGRPOTrainer of creditgraph.adapters.trl, whose own model does that."
         )
     return f"{place} needs a {kind.__name__}, which no other trainer gives. Train it with `creditgraph train`."

@@ -187,7 +187,7 @@ class HostedGraph:
             if Policy in kinds and self.policy is None and not self._reads_trained(node):
                 raise ConfigError(
                     f"{where} asks another model than the one that is trained; name a server that has it by "
-                    "--endpoint=URL and --model=NAME."
+                    "--endpoint=URL."
                 )
         if self._records and not tokens:
             raise ConfigError(f"{place}: {OPTION} writes token ids, but the trainer's hook passes none.")

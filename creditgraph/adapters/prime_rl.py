@@ -33,6 +33,9 @@ from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.jagged import Jagged
 
+AT_ONCE = 512
+"""rows that the servers are asked for at a time"""
+
 
 def algorithm(graph: str, *overrides: str) -> type:
     """A subclass of prime-rl's `Algorithm` that assigns each sampled token the graph's advantage.
@@ -64,7 +67,7 @@ def algorithm(graph: str, *overrides: str) -> type:
             if of_pool:
                 server = policy_pool.train_client
                 key = os.environ.get(server.api_key_var, "")
-                self.server = EndpointPolicy(server.base_url, policy_pool.model_name, key=key)
+                self.server = EndpointPolicy(server.base_url, policy_pool.model_name, key=key, concurrency=AT_ONCE)
                 credit.attach(self.server)
 
         async def score_group(self, episodes: list[Any]) -> None:
@@ -82,6 +85,8 @@ def algorithm(graph: str, *overrides: str) -> type:
                     f"graph '{credit.name}': it reads texts, and a trace has several branches, which are none in one "
                     "piece. Choose a graph that reads rewards alone."
                 )
+            if credit.scores and any(branch.mm_token_type_ids for trace in traces for branch in trace.branches):
+                credit.refuse_images()
             async with one_at_a_time:
                 if of_pool:  # another adapter has another name
                     self.server.model = self.policy_pool.model_name

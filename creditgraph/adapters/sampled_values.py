@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from creditgraph.adapters.endpoint import WHOLE
 from creditgraph.components.http import Client, check_url
 from creditgraph.components.models.load import load_tokenizer
 from creditgraph.components.rollouts.rewards import finite_rewards
@@ -271,6 +272,8 @@ class ValueSampler:
                 "max_tokens": plan.limit[state],
                 "temperature": plan.rows.temperature,
                 "seed": seeds[state],
+                # Servers that take texts alone may know no other fields.
+                **({} if s.text else WHOLE),
             }
             url = f"{s.url.rstrip('/')}/completions"
             reply, reason = client.post(url, body, seconds=s.seconds, retries=3)

@@ -91,6 +91,8 @@ class SkyRLEstimator(Estimator):
         """
         if self.last is None and not self.credit.scores:
             return {}
+        if self.credit.scores and self.batch.get("pixel_values") is not None:
+            self.credit.refuse_images()
         rows, width = len(begins), self.batch["response_mask"].shape[1]
         sequences, read = self.batch["sequences"][:rows], self.batch["attention_mask"][:rows] != 0
         before = torch.arange(sequences.shape[1], device=begins.device) < sequences.shape[1] - width + begins

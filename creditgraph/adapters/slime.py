@@ -58,10 +58,10 @@ def _attach(credit: CreditGraph, args: Any, samples: list[Any]) -> None:
         sampling = {"top_p": args.rollout_top_p, "top_k": args.rollout_top_k, "no_stop_trim": True}
         sampling |= {"stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids}
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1"
-        own = any(setting.startswith("verifier.") for setting in _chosen(args)[1:])
+        own = credit.chooses_verifier or not credit.samples
         credit.attach(
-            EndpointPolicy(url, "default", sampling=sampling),
-            None if own or not credit.samples else SlimeRewards(args, credit),
+            EndpointPolicy(url, "default", sampling=sampling, concurrency=args.sglang_server_concurrency),
+            None if own else SlimeRewards(args, credit),
             temperature=args.rollout_temperature,
             max_tokens=args.rollout_max_response_len,
         )

@@ -11,7 +11,7 @@ read the values of its critic (`critic.enable=true`) and, where they compare wha
 
 An agent loop may give several outputs per session. verl shows them to an estimator as responses of their own, each with
 the score of the last; a graph gets them as the steps of an episode with that score once. So it is with the requests of
-an agent under Agent Lightning.
+an agent under Agent Lightning. Graphs that ask the policy ask the servers of the trainer, where they are awake.
 """
 
 import functools
@@ -33,11 +33,18 @@ from verl.trainer.ppo.core_algos import (
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
 from creditgraph.adapters.rows import differs_within
+from creditgraph.adapters.verl_servers import COLUMNS, VerlRewards, attach
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
 
 TESTED = ("0.9", "0.8", "0.7")  # the older ones by hand
 TRAINER = "verl.trainer.ppo"
+
+
+class VerlEstimator(Estimator):
+    """An estimator whose graph may ask verl's servers."""
+
+    serves = True
 
 
 def register(graph: str, *overrides: str, name: str = "", states: States | None = None) -> None:
@@ -66,7 +73,7 @@ def register(graph: str, *overrides: str, name: str = "", states: States | None 
         total = agg_loss(losses, response_mask, loss_agg_mode, **getattr(config, "global_batch_info", {}))
         return total, {f"actor/{key}": value for key, value in metrics.items()}
 
-    register_adv_est(name)(Estimator(graph, *overrides, states=states))
+    register_adv_est(name)(VerlEstimator(graph, *overrides, states=states))
     register_policy_loss(name)(policy_loss)
 
 
@@ -88,6 +95,8 @@ def in_place_of(step: Callable[..., Any]) -> Callable[..., Any]:
         outputs = [(str(rollout), i) for i, rollout in enumerate(of_rollouts)]
         more = {"tokens": data.batch.get("responses"), "prompts": prompts, "logprobs": _logprobs(data.batch)}
         more["answers"] = _answers(data.non_tensor_batch.get("reward_model"))
+        if estimator.credit.scores and any(data.non_tensor_batch.get("multi_modal_inputs", ())):
+            estimator.credit.refuse_images()
         return _credited(data, estimator, given.get("config"), more, outputs)
 
     return stepped
@@ -105,17 +114,47 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
         if estimator.credit.reads_tokens:
             import transfer_queue
 
-            fields = ["prompts", "responses", *["reward_model"] * estimator.credit.scores]
+            credit = estimator.credit
+            asked = ("multi_modal_inputs", "reward_model") if credit.scores else ()
+            further = COLUMNS if isinstance(credit.verifier, VerlRewards) else ()
+            fields = ["prompts", "responses", *dict.fromkeys((*asked, *further))]
             found = transfer_queue.kv_batch_get(keys=batch_keys, partition_id="train", select_fields=fields)
             more["prompts"] = [row.tolist() for row in found["prompts"].unbind()]
             rows = [row.tolist() for row in found["responses"].unbind()]
             more["tokens"] = Jagged.from_rows(rows, torch.int64).to_padded()
             more["answers"] = _answers(found.get("reward_model"))
+            if asked and any(found.get("multi_modal_inputs").tolist()):
+                credit.refuse_images()
+            if isinstance(credit.verifier, VerlRewards):
+                columns = [found.get(name).tolist() for name in COLUMNS]
+                first: dict[str, int] = {}
+                for i, uid in enumerate(data.non_tensor_batch["uid"]):
+                    first.setdefault(uid, i)
+                credit.verifier.rows = [
+                    dict(zip(COLUMNS, (column[i] for column in columns), strict=True)) for i in first.values()
+                ]
         named = [key.rsplit("_", 1) for key in batch_keys]  # uid_session, place of the output in it
         outputs = [(session, int(place)) for session, place in named]
         return _credited(data, estimator, given.get("config"), more, outputs)
 
     return stepped
+
+
+def with_servers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of verl's V1 trainer to advantages, for which a graph may ask the trainer's servers."""
+
+    @functools.wraps(step)
+    def stepped(trainer: Any, *args: Any, **given: Any) -> Any:
+        estimator = ADV_ESTIMATOR_REGISTRY.get(trainer.config.algorithm.adv_estimator)
+        if isinstance(estimator, Estimator):
+            attach(estimator.credit, trainer)
+        return step(trainer, *args, **given)
+
+    return stepped
+
+
+def _serve(module: Any) -> None:
+    module.PPOTrainer._compute_advantage = with_servers(module.PPOTrainer._compute_advantage)
 
 
 def _logprobs(batch: Any) -> Any:
@@ -203,6 +242,7 @@ _wrap(
     (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils", "verl.experimental.separation.ray_trainer"),
 )
 _wrap("compute_advantage_for_multi_trajectories", by_sessions, (f"{TRAINER}.v1.utils", f"{TRAINER}.v1.trainer_base"))
+on_import(f"{TRAINER}.v1.trainer_base", _serve)
 POLICY_LOSS_REGISTRY["geo_mean"] = of_whole_responses(POLICY_LOSS_REGISTRY["geo_mean"])
 check_version("verl", TESTED)
 for _graph in graph_names():

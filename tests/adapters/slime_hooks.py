@@ -57,6 +57,7 @@ SERVED = {
     "rollout_stop": None,
     "rollout_stop_token_ids": None,
     "rollout_skip_special_tokens": False,
+    "sglang_server_concurrency": 512,
     "group_rm": False,
     "custom_rm_path": None,
     "rm_type": "math",

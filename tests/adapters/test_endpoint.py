@@ -74,8 +74,10 @@ def test_rows_are_continued_each_with_its_seed_and_its_budget(server):
     known = at(server).score(rows, done.tokens).logprobs.values
     torch.testing.assert_close(done.logprobs.values, known, atol=1e-5, rtol=1e-5)
     assert server.requests[-1][1]["cache_salt"] != server.requests[0][1]["cache_salt"]
+    assert (body["repetition_penalty"], body["skip_special_tokens"]) == (1.0, False)
     colder = dataclasses.replace(asked, sampling=Sampling(temperature=0.5))
     assert at(server).generate(colder).logprobs.values.isnan().all()
+    assert (server.requests[-1][1]["top_p"], server.requests[-1][1]["top_k"]) == (1.0, -1)
 
 
 def test_thoughts_are_not_sampled_at_an_endpoint(server):
@@ -138,12 +140,23 @@ def test_a_graph_continues_responses_at_an_endpoint_and_verifies_them_itself(ser
     [
         ([], "it samples; say how many tokens a whole response may have, value.max_tokens=4096 for example"),
         (["value.max_tokens=8", "value.mode=line"], "value.mode=line has no effect here"),
-        (["value.max_tokens=8", "--endpoint=http://localhost:1/v1"], "expected both --endpoint=URL and --model=NAME"),
     ],
 )
 def test_settings_of_an_endpoint_that_cannot_work(more, sentence, tmp_path):
     with pytest.raises(ConfigError, match=sentence):
         vineppo("http://localhost:1", tmp_path, *more)
+
+
+def test_a_server_says_what_it_holds_and_several_have_a_part_each(server, policy):
+    expected = at(server).score(CONTEXT, TOKENS).logprobs.values
+    with tiny_server() as other:
+        server.requests.clear()
+        both = EndpointPolicy([f"{server.url}/v1", f"{other.url}/v1/"], tokenizer=policy.tokenizer, batch=1)
+        torch.testing.assert_close(both.score(CONTEXT, TOKENS).logprobs.values, expected)
+        paths = [[path for path, _, _ in one.requests] for one in (server, other)]
+    assert paths == [["/v1/models", "/v1/completions", "/v1/completions"], ["/v1/completions"]]
+    with pytest.raises(ConfigError, match="expected --endpoint=URL, maybe with --model=NAME, or policy="):
+        CreditGraph("igpo", "--model=tiny", "model=tiny")
 
 
 def test_a_graph_that_asks_no_model_has_no_endpoint():
@@ -188,7 +201,7 @@ def test_an_interrupt_ends_a_request_without_a_reply():
         assert asked.wait(120)
         process.send_signal(signal.SIGINT)
         try:
-            assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]  # the limit of a request is 120 s
+            assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]  # the limit of a request is half an hour
         finally:
             process.kill()
             silent.set()

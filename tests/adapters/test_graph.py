@@ -260,7 +260,7 @@ def test_what_cannot_run_is_refused_when_it_is_built(arguments, sentence):
     ],
 )
 def test_a_policy_that_nobody_gives_is_missed_before_anything_is_sampled(arguments):
-    sentence = "node 'value' asks the policy; name a server that has its weights by --endpoint=URL and --model=NAME, or"
+    sentence = "node 'value' asks the policy; name a server that has its weights by --endpoint=URL, or"
     graph = CreditGraph(*arguments, "model.path=tiny")
     with pytest.raises(ConfigError, match=sentence):
         graph.check_given(values=True)

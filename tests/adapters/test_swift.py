@@ -126,7 +126,7 @@ def test_settings_that_a_graph_has_no_part_for_are_refused(trained):
     assert "its credit has no part for ms-swift's beta=0.04 (off: 0.0). Switch that off." in trained["kl"]["refused"]
     assert "set learner.objective.entropy_mask.scope=batch or sequence." in trained["by_group"]["refused"]
     assert (
-        "node 'value' asks the policy; name a server that has its weights by --endpoint=URL and --model=NAME"
+        "node 'value' asks the policy; name a server that has its weights by --endpoint=URL"
         in trained["vineppo"]["refused"]
     )
     assert "expected `swift rlhf`, got ms-swift's Megatron trainer" in trained["megatron"]["refused"]

@@ -60,7 +60,7 @@ def test_values_are_means_of_rewards_with_their_errors(run, server, capsys):
     bodies = [body for _, body, _ in server.requests]
     # Before the first thought both rows are the same; after it one is right and one is wrong.
     assert len(bodies) == 3
-    assert {(b["n"], b["temperature"]) for b in bodies} == {(32, 1.0)}
+    assert {(b["n"], b["temperature"], b["top_k"], b["repetition_penalty"]) for b in bodies} == {(32, 1.0, -1, 1.0)}
     start = min((b["prompt"] for b in bodies), key=len)
     assert all(b["prompt"][: len(start)] == start for b in bodies)
     assert len({b["seed"] for b in bodies}) == 3
@@ -96,6 +96,8 @@ def test_credit_and_report_show_them(run, server, capsys):
     assert any(body.get("echo") for _, body, _ in server.requests)
     assert main(["report", str(run)]) == 0
     assert "not recorded in every iteration" not in capsys.readouterr().out
+    assert main(["credit", "recipe=toy_vineppo", "value.mode=plain", str(run)]) == 0
+    assert "nothing here verifies what it sampled: of" in capsys.readouterr().out
 
 
 def test_other_boundaries_functions_and_texts(run, server, tmp_path):

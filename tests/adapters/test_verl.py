@@ -104,7 +104,10 @@ ASKED = {
     "response_mask": [[1] * 5] * 2,
     "rm_scores": [[0.0] * 4 + [1.0], [0.0] * 5],
     "old_log_probs": [[-0.5, -0.25, -1.0, -0.75, -0.125]] * 2,
-    "reward_model": [{"ground_truth": 4}] * 2,
+    "reward_model": [{"ground_truth": "4"}] * 2,
+    "data_source": ["lighteval/MATH"] * 2,
+    "extra_info": [{"index": 3}] * 2,
+    "multi_modal_inputs": [{}] * 2,
 }
 GRAPHS = {
     "vineppo": [
@@ -137,12 +140,51 @@ def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, p
             torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_verls_own_servers_are_asked_and_its_rewards_verify(found, policy, tmp_path):
+    asked_of = found["asked"]
+    assert "the servers of this trainer sleep when advantages are computed. Set trainer.v1." in asked_of["asleep"]
+    assert "it reads texts with the model, but the prompts have images" in asked_of["images"]
+    assert "verl's rewards are those of a model, which is not asked here" in asked_of["of a model"]
+    (tmp_path / "mine.py").write_text(REWARD.format(name="reward", arguments="response", text="response"))
+    expected = {}
+    for name, verifier in (
+        ("served", ["verifier.use=verifier.exact"]),
+        ("custom", ["verifier.use=verifier.function", f"verifier.function={tmp_path / 'mine.py'}:reward"]),
+    ):
+        settings = [s for s in GRAPHS["vineppo"] if not s.startswith("verifier")]
+        graph = CreditGraph("vineppo", "model=tiny", *settings, *verifier, policy=policy)
+        expected[name] = graph(
+            Rollouts(
+                mask=torch.tensor(ASKED["response_mask"]),
+                rewards=torch.tensor(ASKED["rm_scores"]),
+                group=ASKED["uid"],
+                tokens=torch.tensor(ASKED["responses"]),
+                prompts=ASKED["prompts"],
+                answers=["4", "4"],
+            )
+        )
+        torch.testing.assert_close(torch.tensor(asked_of[name]), expected[name], atol=1e-5, rtol=1e-5)
+    assert not expected["served"].equal(expected["custom"])
+
+
+REWARD = "def {name}({arguments}, **_):\n    return len({text}.rstrip()) % 7 / 8\n"
+
+
 @pytest.fixture(scope="module")
 def found(batch, tmp_path_factory):
     with tiny_server() as server:
         where = ["model=tiny", f"--endpoint={server.url}/v1", "--model=tiny"]
         graphs = {name: [*settings, *where] for name, settings in GRAPHS.items()}
-        return hooked(batch | {"asked": {"columns": ASKED, "graphs": graphs}}, tmp_path_factory)
+        mine = tmp_path_factory.mktemp("reward") / "mine.py"
+        mine.write_text(REWARD.format(name="score", arguments="solution_str", text="solution_str"))
+        asked_of = {
+            "columns": ASKED,
+            "graphs": graphs,
+            "served": ["model=tiny", *GRAPHS["vineppo"][:2], "value.continuations=1"],
+            "servers": [server.url.removeprefix("http://")] * 2,
+            "function": str(mine),
+        }
+        return hooked(batch | {"asked": asked_of}, tmp_path_factory)
 
 
 def hooked(batch, tmp_path_factory):

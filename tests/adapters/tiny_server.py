@@ -26,6 +26,8 @@ def tiny_server():
     def answer(how, path, body):
         if how == "fail":
             return 500, "no memory"
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": server.model}]})
         if path != "/v1/completions" or body["model"] != server.model:
             return 404, "no such model"
         with one_at_a_time:  # the engine serves one caller

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import transfer_queue
-from hooks import start_ray
+from hooks import said, start_ray
+from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -23,6 +24,8 @@ from verl.workers.config import FSDPActorConfig
 
 from creditgraph.adapters.verl import register
 
+OTHERS = ("uid", "data_source", "reward_model", "extra_info", "multi_modal_inputs")
+
 
 def queued(columns):
     """Puts columns of outputs into verl's queue, as its agent loops do."""
@@ -31,9 +34,7 @@ def queued(columns):
     integer = ("prompts", "responses", "response_mask")
     fields = [
         {
-            k: v
-            if k in ("uid", "reward_model")
-            else torch.tensor(v, dtype=torch.int64 if k in integer else torch.float32)
+            k: v if k in OTHERS else torch.tensor(v, dtype=torch.int64 if k in integer else torch.float32)
             for k, v in r.items()
         }
         for r in rows
@@ -43,13 +44,19 @@ def queued(columns):
     return keys
 
 
-def of_queue(name, keys):
+def of_queue(name, keys, servers=(), **reward):
     """The step of verl's trainer from rewards to advantages; what it puts into the queue, without padding."""
     concrete = type("Trainer", (PPOTrainer,), {})
     concrete.__abstractmethods__ = frozenset()
     trainer = object.__new__(concrete)
-    rollout = SimpleNamespace(rollout=SimpleNamespace(n=2))
-    trainer.config = SimpleNamespace(algorithm=AlgoConfig(adv_estimator=name), actor_rollout_ref=rollout)
+    rollout = SimpleNamespace(n=2, temperature=0.0, top_p=0.5, top_k=-1, response_length=12)
+    trainer.config = SimpleNamespace(
+        algorithm=AlgoConfig(adv_estimator=name),
+        actor_rollout_ref=SimpleNamespace(rollout=rollout),
+        reward=OmegaConf.create({"reward_model": {"enable": False}} | reward),
+    )
+    if servers:
+        trainer.standalone_server_manager = SimpleNamespace(server_addresses=list(servers))
     trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
     names = ["advantages", "returns"]
     found = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=names)
@@ -82,7 +89,7 @@ def asked(given):
         tensors = {k: torch.tensor(columns[k]) for k in ("prompts", "responses", "response_mask", "old_log_probs")}
         tensors["token_level_rewards"] = torch.tensor(columns["rm_scores"])
         tensors["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
-        others = {k: np.array(columns[k], dtype=object) for k in ("uid", "reward_model")}
+        others = {k: np.array(columns[k], dtype=object) for k in ("uid", "reward_model", "multi_modal_inputs")}
         data = compute_advantage(
             DataProto.from_dict(tensors=tensors, non_tensors=others), f"asks {name}", config=AlgoConfig()
         )
@@ -90,6 +97,17 @@ def asked(given):
     keys = queued(dict(columns))
     for name in given["graphs"]:
         out[name].append(of_queue(f"asks {name}", keys)["advantages"])
+    seen = columns | {"keys": ["d_0_0", "d_1_0"], "multi_modal_inputs": [{"pixel_values": [1]}, {}]}
+    out["images"] = said(lambda: of_queue("asks distill", queued(seen)))
+    # The trainer's own servers, and verl's rewards.
+    register("vineppo", *given["served"], name="served")
+    out["asleep"] = said(lambda: of_queue("served", keys))
+    model = {"reward_model": {"enable": True}}
+    out["of a model"] = said(lambda: of_queue("served", keys, given["servers"], **model))
+    out["served"] = of_queue("served", keys, given["servers"])["advantages"]
+    register("vineppo", *given["served"], name="custom")
+    custom = {"custom_reward_function": {"path": given["function"], "name": "score"}}
+    out["custom"] = of_queue("custom", keys, given["servers"], **custom)["advantages"]
     return out
 
 

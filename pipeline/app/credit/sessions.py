@@ -40,26 +40,21 @@ class NoPolicy(Policy):
 
 
 class RecordedVerdicts(Verifier):
-    """Rewards that are known, by uid; another response gets none."""
+    """Rewards that are known, by uid."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards
 
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
-        """The recorded reward of each row; a row without one is invalid."""
+        """The recorded reward of each row; raises RunError for a row without one, which a node has sampled."""
         place = {uid: i for i, uid in enumerate(self._rewards.uid.tolist())}
         rows = [place.get(uid, -1) for uid in trajectories.uid.tolist()]
-        index = torch.tensor(rows, dtype=torch.int64)
-        known = index >= 0
-        found = self._rewards.select(index.clamp(min=0))
-        unknown = "no reward is recorded for this response, and what would verify it is not known"
-        return Rewards(
-            uid=trajectories.uid,
-            value=found.value.where(known, 0.0),
-            correct=found.correct & known,
-            valid=found.valid & known,
-            detail=[text if row >= 0 else unknown for text, row in zip(found.detail, rows, strict=True)],
-        )
+        if -1 in rows:
+            raise RunError(
+                f"it samples, and nothing here verifies what it sampled: of {len(rows)} responses {rows.count(-1)} "
+                "have no recorded reward. Choose a recipe that samples nothing, or see `creditgraph values`."
+            )
+        return self._rewards.select(torch.tensor(rows, dtype=torch.int64))
 
 
 class CreditRun(GraphSession):

@@ -93,7 +93,7 @@ def test_what_an_endpoint_cannot_do_is_said(policies):
     row = Jagged.from_rows([[3]], torch.int32)
     with pytest.raises(RunError, match=r"at temperature 0\.5"):
         server.score(row, row, temperature=0.5)
-    wrong = EndpointPolicy(server.url.removesuffix("/completions"), "no-such-model", server.tokenizer, key=server.key)
+    wrong = EndpointPolicy(server.urls[0], "no-such-model", server.tokenizer, key=server.key)
     with pytest.raises(RunError, match="HTTP 404"):
         wrong.score(row, row)
     nobody = EndpointPolicy("http://127.0.0.1:9/v1", "tiny", server.tokenizer)
