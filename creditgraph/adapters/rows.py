@@ -208,6 +208,15 @@ def rewards_of(rollouts: Rollouts, row: Tensor, uid: Tensor, right_above: float 
     return Rewards(uid=uid, value=value[row], correct=value[row] > right_above, valid=valid[row], detail=detail)
 
 
+def verdicts(uid: Tensor, given: Sequence[float | None], right_above: float, lacking: str) -> Rewards:
+    """Rewards of responses that a graph sampled, right above a number; `lacking` says why one is not finite."""
+    value = torch.tensor([torch.nan if reward is None else float(reward) for reward in given], dtype=torch.float32)
+    valid = value.isfinite()
+    detail = ["" if ok else lacking for ok in valid.tolist()]
+    value = value.where(valid, 0.0)
+    return Rewards(uid=uid, value=value, correct=valid & (value > right_above), valid=valid, detail=detail)
+
+
 def turn_rows(rollouts: Rollouts, spans: Spans, uid: Tensor) -> Turns:
     """The spans of `turns_of` as turns of episodes."""
     episode = rollouts.first[spans.row]

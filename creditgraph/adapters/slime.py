@@ -31,7 +31,7 @@ from torch import Tensor
 from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import Rollouts, place_of
+from creditgraph.adapters.rows import Rollouts, place_of, verdicts
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.handles import Verifier
 from creditgraph.pipeline.core.jagged import Jagged
@@ -117,15 +117,8 @@ class SlimeRewards(Verifier):
 
         for copy, reward in zip(copies, run(rewarded()), strict=True):
             copy.reward = reward
-        value = torch.tensor([float(copy.get_reward_value(self.args)) for copy in copies])
-        valid = value.isfinite()
-        return Rewards(
-            uid=trajectories.uid,
-            value=value.where(valid, 0.0),
-            correct=valid & (value > self.credit.right_above),
-            valid=valid,
-            detail=["" if ok else "slime's reward is not a finite number" for ok in valid.tolist()],
-        )
+        found = [copy.get_reward_value(self.args) for copy in copies]
+        return verdicts(trajectories.uid, found, self.credit.right_above, "slime's reward is not a finite number")
 
 
 def _chosen(args: Any) -> tuple[str, ...]:

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import place_of
+from creditgraph.adapters.rows import place_of, verdicts
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.handles import Verifier
 from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
@@ -87,15 +85,7 @@ class VerlRewards(Verifier):
             for row, text in zip(rows, texts, strict=True)
         ]
         found = [score["score"] if isinstance(score, dict) else score for score in self._scores(calls)]
-        value = torch.tensor([float(x) for x in found])
-        valid = value.isfinite()
-        return Rewards(
-            uid=trajectories.uid,
-            value=value.where(valid, 0.0),
-            correct=valid & (value > self.credit.right_above),
-            valid=valid,
-            detail=["" if ok else "verl's reward is not a finite number" for ok in valid.tolist()],
-        )
+        return verdicts(trajectories.uid, found, self.credit.right_above, "verl's reward is not a finite number")
 
     def _scores(self, calls: list[dict[str, Any]]) -> list[Any]:
         if not inspect.iscoroutinefunction(self.compute_score):
