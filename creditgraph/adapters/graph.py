@@ -28,6 +28,7 @@ from creditgraph.adapters.rows import (
     uids,
     whole_rows,
 )
+from creditgraph.components.http import check_url
 from creditgraph.components.models.load import load_tokenizer
 from creditgraph.components.rollouts.requests import SAMPLING_NAMES
 from creditgraph.components.text.stops import ends_of_thoughts, token_texts
@@ -89,6 +90,10 @@ class CreditGraph(HostedGraph):
             )
         served = None
         if given[ENDPOINT]:
+            try:
+                check_url(given[ENDPOINT][-1])
+            except ValueError as error:
+                raise ConfigError(f"graph '{graph}': {ENDPOINT}{given[ENDPOINT][-1]}: {error}") from None
             key = os.environ.get("OPENAI_API_KEY", "")
             policy = served = EndpointPolicy(given[ENDPOINT][-1], ["", *given[MODEL]][-1], key=key)
         super().__init__(graph, settings, policy, records=bool(given[OPTION]))

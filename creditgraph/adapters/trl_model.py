@@ -18,7 +18,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
 
-from creditgraph.adapters.rows import place_of
+from creditgraph.adapters.rows import place_of, verdicts
 from creditgraph.pipeline.core.errors import ConfigError, RunError
 from creditgraph.pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
 from creditgraph.pipeline.core.jagged import Jagged
@@ -287,12 +287,9 @@ class TrainerRewards(Verifier):
         """TRL's weighted sum of its reward functions; invalid where all of them return None."""
         rows = place_of(trajectories.prompt_uid).tolist()
         tokens = (trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists())
-        rewards = torch.tensor(shared(self.trainer, list(zip(rows, *tokens, strict=True)), self._rewards))
-        valid = torch.isfinite(rewards)
-        value = rewards.where(valid, 0.0)
-        right = valid & (value > self.trainer.credit.right_above)
-        detail = ["" if ok else "no reward function returned a number" for ok in valid.tolist()]
-        return Rewards(uid=trajectories.uid, value=value, correct=right, valid=valid, detail=detail)
+        rewards = shared(self.trainer, list(zip(rows, *tokens, strict=True)), self._rewards)
+        right_above = self.trainer.credit.right_above
+        return verdicts(trajectories.uid, rewards, right_above, "no reward function returned a number")
 
     def _rewards(self, given: Sequence[tuple[int, list[int], list[int]]]) -> list[float]:
         """Rewards of (row of the dataset, tokens of the prompt, tokens of the response)."""

@@ -27,7 +27,7 @@ def attach(credit: CreditGraph, trainer: Any) -> None:
     """Gives a graph that asks the policy the trainer's servers, and verl's rewards unless the settings choose others.
 
     Raises:
-        ConfigError: the trainer's servers sleep, or its rewards are a model's.
+        ConfigError: the trainer's servers sleep, its temperature is another than theirs, or its rewards are a model's.
     """
     if not credit.scores or credit.policy is not None:
         return
@@ -39,6 +39,11 @@ def attach(credit: CreditGraph, trainer: Any) -> None:
             "--endpoint=URL."
         )
     rollout = trainer.config.actor_rollout_ref.rollout
+    if rollout.temperature != 1 and not credit.samples:
+        raise ConfigError(
+            f"graph '{credit.name}': servers give log-probs at temperature 1, but verl samples at "
+            f"{rollout.temperature:g}. Set actor_rollout_ref.rollout.temperature=1."
+        )
     urls = [f"http://{address}/v1" for address in servers.server_addresses]
     sampling = {"top_p": rollout.top_p, "top_k": rollout.top_k}
     own = credit.chooses_verifier or not credit.samples

@@ -155,6 +155,8 @@ def test_a_server_says_what_it_holds_and_several_have_a_part_each(server, policy
         torch.testing.assert_close(both.score(CONTEXT, TOKENS).logprobs.values, expected)
         paths = [[path for path, _, _ in one.requests] for one in (server, other)]
     assert paths == [["/v1/models", "/v1/completions", "/v1/completions"], ["/v1/completions"]]
+    with pytest.raises(ConfigError, match=r"--endpoint=localhost:1/v1: url: expected http://"):
+        CreditGraph("igpo", "--endpoint=localhost:1/v1", "model=tiny")
     with pytest.raises(ConfigError, match="expected --endpoint=URL, maybe with --model=NAME, or policy="):
         CreditGraph("igpo", "--model=tiny", "model=tiny")
 

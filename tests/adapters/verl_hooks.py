@@ -104,6 +104,8 @@ def asked(given):
     out["asleep"] = said(lambda: of_queue("served", keys))
     model = {"reward_model": {"enable": True}}
     out["of a model"] = said(lambda: of_queue("served", keys, given["servers"], **model))
+    register("igpo", "model=tiny", name="scored")
+    out["colder"] = said(lambda: of_queue("scored", keys, given["servers"]))
     out["served"] = of_queue("served", keys, given["servers"])["advantages"]
     register("vineppo", *given["served"], name="custom")
     custom = {"custom_reward_function": {"path": given["function"], "name": "score"}}
