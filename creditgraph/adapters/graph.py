@@ -131,18 +131,29 @@ class CreditGraph(HostedGraph):
                 of these nodes.
 
         Raises:
-            ConfigError: the graph samples and was given a policy, or settings of sampling lack or have no effect.
+            ConfigError: the graph samples and was given a policy, settings of sampling lack or have no effect, or a
+                server would score at another temperature than the trainer's.
         """
         if self.samples and self._own_policy is not None:
             raise ConfigError(
                 f"graph '{self.name}': it continues responses, which the trainer does itself. Leave out policy= and "
                 f"{ENDPOINT}."
             )
+        if temperature is not None and isinstance(policy, EndpointPolicy):
+            self.sampled_at(temperature)
         self.policy = policy if self._own_policy is None else self._own_policy
         if isinstance(policy, EndpointPolicy) and policy.tokenizer is None:
             policy.tokenizer = self.tokenizer
         self.verifier = verifier
         self._sample_alike(temperature, max_tokens)
+
+    def sampled_at(self, temperature: float) -> None:
+        """Raises ConfigError where a trainer samples at another temperature than servers score at."""
+        if temperature != 1 and self.scores and not self.samples:
+            raise ConfigError(
+                f"graph '{self.name}': servers give log-probs at temperature 1, but this trainer samples at "
+                f"{temperature:g}. Set its temperature to 1, or choose a graph that reads no log-probs."
+            )
 
     def _sample_alike(self, temperature: float | None, max_tokens: int | None) -> None:
         """Has nodes sample as the trainer does; None are their own settings, among which there must be a budget."""
@@ -301,9 +312,9 @@ class CreditGraph(HostedGraph):
             )
 
     @property
-    def chooses_verifier(self) -> bool:
-        """Whether the settings choose what verifies, in the place of a trainer's rewards."""
-        return any(setting.startswith("verifier.") for setting in self._settings)
+    def takes_rewards(self) -> bool:
+        """Whether a trainer's rewards verify what it samples: no setting chooses another verifier."""
+        return self.samples and not any(setting.startswith("verifier.") for setting in self._settings)
 
     @property
     def tokenizer(self) -> Any:

@@ -61,6 +61,7 @@ def _credit(module: Any, *graph: str) -> None:
             super().__init__(*args, **kwargs)
             self.credit = CreditGraph(*graph)
             self.credit.check_given(values=self.args.algo.advantage.estimator == "gae")
+            self.credit.sampled_at(self.args.rollout.temperature)
             logger.warning("creditgraph: advantages are those of the graph '%s'.", " ".join(graph))
 
         @torch.no_grad()

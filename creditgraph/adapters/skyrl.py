@@ -12,10 +12,12 @@ For other settings, or an experiment class of one's own, call `register` before 
 
 SkyRL's estimators receive a mask of the whole response, what the environment wrote included. `CreditTrainer` gives a
 graph the loss mask, whose runs of ones are the turns, and the token ids; of step-wise trajectories the steps of each.
+Graphs that ask the policy ask SkyRL's servers, where they have GPUs of their own.
 """
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -31,6 +33,8 @@ from torch import Tensor
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version
 from creditgraph.adapters.graph import graph_names
+from creditgraph.adapters.skyrl_servers import Row, answers_of, attach
+from creditgraph.adapters.skyrl_servers import check as check_servers
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.components.learner.objective.trace import Trace
 from creditgraph.pipeline.core.errors import ConfigError
@@ -41,7 +45,10 @@ TESTED = ("0.3",)
 class SkyRLEstimator(Estimator):
     """An estimator that reads the batch of `CreditTrainer`."""
 
+    serves = True
     batch: Any = None
+    entries: Sequence[Row] | None = None
+    """Of each row the entry in SkyRL's dataset, where a graph asks the policy"""
     last: list[bool] | None = None
     """Of step-wise trajectories, whether each row is the last step"""
 
@@ -98,7 +105,7 @@ class SkyRLEstimator(Estimator):
         before = torch.arange(sequences.shape[1], device=begins.device) < sequences.shape[1] - width + begins
         prompts = [row[kept].tolist() for row, kept in zip(sequences, read & before, strict=True)]
         steps = {} if self.last is None else {"episode": [0, *itertools.accumulate(self.last[: rows - 1])]}
-        return steps | {"prompts": prompts}
+        return steps | {"prompts": prompts, "answers": answers_of(self.entries)}
 
 
 class SkyRLLoss(Loss):
@@ -150,13 +157,16 @@ class CreditTrainer(RayPPOTrainer):  # type: ignore[misc]
         last = data.metadata["is_last_step"] if self.cfg.generator.step_wise_trajectories else None
         estimator.batch, estimator.last = data, last
         try:
+            if estimator.credit.scores:
+                uids = data.metadata["uids"]
+                estimator.entries = attach(estimator.credit, self, uids[: len(uids) - data.metadata.get("pad_size", 0)])
             if last is None:
                 return super().compute_advantages_and_returns(data)
             # SkyRL would give the estimator the last steps alone, and spread a number over the others.
             data.metadata["is_last_step"] = [True] * len(last)
             data = super().compute_advantages_and_returns(data)
         finally:
-            estimator.batch = estimator.last = None
+            estimator.batch = estimator.last = estimator.entries = None
         data.metadata["is_last_step"] = last
         final = data["rewards"][torch.tensor(last[: len(last) - data.metadata.get("pad_size", 0)]).nonzero()[:, 0]]
         reward = final.sum(-1).mean().item()
@@ -190,7 +200,7 @@ def check(cfg: SkyRLTrainConfig, asynchronous: bool = False) -> None:
     """Raises ConfigError where the chosen graphs cannot run in a trainer of SkyRL, before a model is loaded."""
     estimator = AdvantageEstimatorRegistry.get(cfg.trainer.algorithm.advantage_estimator)
     if isinstance(estimator, SkyRLEstimator):
-        estimator.credit  # noqa: B018 - builds it
+        check_servers(estimator.credit, cfg)
     loss = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
     if isinstance(loss, SkyRLLoss):
         if asynchronous:

@@ -31,11 +31,11 @@ from torch import Tensor
 from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import Rollouts, place_of, verdicts
+from creditgraph.adapters.rewards import HostRewards
+from creditgraph.adapters.rows import Rollouts
 from creditgraph.pipeline.core.errors import ConfigError, DataError
-from creditgraph.pipeline.core.handles import Verifier
 from creditgraph.pipeline.core.jagged import Jagged
-from creditgraph.pipeline.core.payloads import Prompts, Rewards, Trajectories
+from creditgraph.pipeline.core.payloads import Trajectories
 
 
 @cache
@@ -58,58 +58,46 @@ def _attach(credit: CreditGraph, args: Any, samples: list[Any]) -> None:
         sampling = {"top_p": args.rollout_top_p, "top_k": args.rollout_top_k, "no_stop_trim": True}
         sampling |= {"stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids}
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1"
-        own = credit.chooses_verifier or not credit.samples
         credit.attach(
             EndpointPolicy(url, "default", sampling=sampling, concurrency=args.sglang_server_concurrency),
-            None if own else SlimeRewards(args, credit),
+            SlimeRewards(args, credit) if credit.takes_rewards else None,
             temperature=args.rollout_temperature,
             max_tokens=args.rollout_max_response_len,
         )
     if isinstance(credit.verifier, SlimeRewards):
-        first = {sample.group_index: sample for sample in reversed(samples)}
-        credit.verifier.samples = [first[group] for group in dict.fromkeys(s.group_index for s in samples)]
+        credit.verifier.keep([sample.group_index for sample in samples], samples)
 
 
-class SlimeRewards(Verifier):
-    """slime's own rewards, of texts that continue its responses.
-
-    Attributes:
-        samples: the first one of each group, whose place ends the uid of its prompt.
-    """
-
-    samples: Sequence[Any] = ()
+class SlimeRewards(HostRewards):
+    """slime's own rewards; its rows are samples."""
 
     def __init__(self, args: Any, credit: CreditGraph) -> None:
-        self.args, self.credit = args, credit
+        super().__init__(credit)
+        self.args = args
         if args.group_rm:
             raise ConfigError(
                 f"graph '{credit.name}': with group_rm a reward is that of a whole group, and what the graph samples "
                 "is in none. Name a verifier among its settings, verifier.use=verifier.function for example."
             )
 
-    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
-        """One reward per trajectory; invalid where slime's is no finite number."""
+    def rewards(self, rows: Sequence[Any], trajectories: Trajectories) -> list[float | None]:
+        """See `HostRewards.rewards`."""
         from slime.rollout.rm_hub import async_rm
         from slime.utils.async_utils import run
 
-        tokenizer, skip = self.credit.tokenizer, self.args.rollout_skip_special_tokens
-        rows = zip(
-            place_of(trajectories.prompt_uid).tolist(),
-            trajectories.prompt_tokens.to_lists(),
-            trajectories.response_tokens.to_lists(),
-            strict=True,
-        )
+        tokens = (trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists())
+        skip = self.args.rollout_skip_special_tokens
         copies = [
             replace(
-                self.samples[place],
-                tokens=[*before, *tokens],
-                response=tokenizer.decode(tokens, skip_special_tokens=skip),
-                response_length=len(tokens),
+                row,
+                tokens=[*before, *ids],
+                response=self.credit.tokenizer.decode(ids, skip_special_tokens=skip),
+                response_length=len(ids),
                 loss_mask=None,
                 rollout_log_probs=None,
                 reward=None,
             )
-            for place, before, tokens in rows
+            for row, before, ids in zip(rows, *tokens, strict=True)
         ]
 
         async def rewarded() -> list[Any]:
@@ -117,8 +105,7 @@ class SlimeRewards(Verifier):
 
         for copy, reward in zip(copies, run(rewarded()), strict=True):
             copy.reward = reward
-        found = [copy.get_reward_value(self.args) for copy in copies]
-        return verdicts(trajectories.uid, found, self.credit.right_above, "slime's reward is not a finite number")
+        return [copy.get_reward_value(self.args) for copy in copies]
 
 
 def _chosen(args: Any) -> tuple[str, ...]:

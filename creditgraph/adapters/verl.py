@@ -120,19 +120,15 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
             fields = ["prompts", "responses", *dict.fromkeys((*asked, *further))]
             found = transfer_queue.kv_batch_get(keys=batch_keys, partition_id="train", select_fields=fields)
             more["prompts"] = [row.tolist() for row in found["prompts"].unbind()]
-            rows = [row.tolist() for row in found["responses"].unbind()]
-            more["tokens"] = Jagged.from_rows(rows, torch.int64).to_padded()
+            responses = [row.tolist() for row in found["responses"].unbind()]
+            more["tokens"] = Jagged.from_rows(responses, torch.int64).to_padded()
             more["answers"] = _answers(found.get("reward_model"))
             if asked and any(found.get("multi_modal_inputs").tolist()):
                 credit.refuse_images()
             if isinstance(credit.verifier, VerlRewards):
-                columns = [found.get(name).tolist() for name in COLUMNS]
-                first: dict[str, int] = {}
-                for i, uid in enumerate(data.non_tensor_batch["uid"]):
-                    first.setdefault(uid, i)
-                credit.verifier.rows = [
-                    dict(zip(COLUMNS, (column[i] for column in columns), strict=True)) for i in first.values()
-                ]
+                columns = zip(*(found.get(name).tolist() for name in COLUMNS), strict=True)
+                rows = [dict(zip(COLUMNS, row, strict=True)) for row in columns]
+                credit.verifier.keep(data.non_tensor_batch["uid"], rows)
         named = [key.rsplit("_", 1) for key in batch_keys]  # uid_session, place of the output in it
         outputs = [(session, int(place)) for session, place in named]
         return _credited(data, estimator, given.get("config"), more, outputs)

@@ -18,16 +18,21 @@ def settings_of(folder):
     return [*segments, *verifier, "value.continuations=1", "value.temperature=0", "value.max_tokens=12"]
 
 
-def expected(folder, policy):
-    """Advantages of the tokens of each response, with a policy in this process."""
-    graph = CreditGraph("vineppo", *settings_of(folder), policy=policy)
+def advantages(graph, **further):
+    """Advantages of the tokens of each response."""
     batch = Rollouts(
         mask=torch.ones(2, 5),
         rewards=torch.tensor(REWARDS),
         group=[0, 0],
         tokens=torch.tensor(RESPONSES),
         prompts=[PROMPT] * 2,
+        **further,
     )
-    found = graph(batch)
+    return graph(batch)
+
+
+def expected(folder, policy):
+    """Advantages of the tokens of each response, with a policy in this process."""
+    found = advantages(CreditGraph("vineppo", *settings_of(folder), policy=policy))
     assert len(set(found.flatten().tolist())) > 3
     return found

@@ -26,7 +26,7 @@ def settings(given, estimator, kl, loss="ppo"):
             advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False),
             kl=SimpleNamespace(init_coef=kl),
         ),
-        rollout=SimpleNamespace(n_samples_per_prompt=2, micro_batch_size=3, max_new_tokens=8),
+        rollout=SimpleNamespace(temperature=1.0, n_samples_per_prompt=2, micro_batch_size=3, max_new_tokens=8),
         reward=SimpleNamespace(
             clip_range=(-10, 10),
             overlong_buffer_len=given["buffer"],

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import ray
+import skyrl_gym
 import torch
 from hooks import said, start_ray
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
@@ -17,10 +18,12 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (
     apply_loss_reduction_to_advantages_minibatch,
     sync_registries,
 )
-from skyrl.train.config import AlgorithmConfig
+from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig
+from skyrl.train.dataset import PromptDataset
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.trainer import RayPPOTrainer
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from creditgraph.adapters.skyrl import CreditTrainer, check, register, register_all
 
@@ -77,19 +80,72 @@ class AsynchronousTrainer(CreditTrainer, FullyAsyncRayPPOTrainer):
 
 
 def settings(step_wise=False, **algorithm):
-    """The part of SkyRL's settings that this step reads."""
-    return SimpleNamespace(
-        trainer=SimpleNamespace(algorithm=AlgorithmConfig(**algorithm)),
-        generator=SimpleNamespace(step_wise_trajectories=step_wise),
-    )
+    """SkyRL's own, with another algorithm."""
+    cfg = SkyRLTrainConfig()
+    cfg.trainer.algorithm = AlgorithmConfig(**algorithm)
+    cfg.generator.step_wise_trajectories = step_wise
+    return cfg
 
 
 def trainer_of(kind, name, step_wise=False):
     """A trainer with what the step from rewards to advantages reads of it."""
     trainer = object.__new__(kind)
     trainer.cfg = settings(step_wise, advantage_estimator=name)
-    trainer.all_metrics = {}
+    trainer.all_metrics, trainer.train_dataset = {}, None
     return trainer
+
+
+class Lengths(BaseTextEnv):
+    """Rewards a response by its length and the reference answer; with more than one turn to come it goes on."""
+
+    def __init__(self, env_config, extras):
+        super().__init__()
+        self.answer, self.turns = float(extras["reward_spec"]["ground_truth"]), extras["max_turns"]
+
+    def step(self, action):
+        reward = len(action.rstrip()) % 7 / 16 + self.answer / 8
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=self.turns == 1, metadata={})
+
+
+class Entries(list):
+    """Entries that are copies, as those of a table."""
+
+    def __getitem__(self, place):
+        return dict(super().__getitem__(place))
+
+
+def served(given):
+    """Advantages of graphs that ask SkyRL's servers, and refusals."""
+    skyrl_gym.register(id="lengths", entry_point=Lengths)
+
+    def advantages(name, graph="vineppo", temperature=0.0, turns=1, zero=False, together=False, other=False):
+        register(graph, *given["graphs"][graph], name=name)
+        trainer = trainer_of(CreditTrainer, name)
+        trainer.cfg.trainer.placement.colocate_all = together
+        trainer.cfg.trainer.policy.model.path = "tiny"
+        generator = trainer.cfg.generator
+        generator.max_turns, generator.zero_reward_on_non_stop = turns, zero
+        generator.sampling_params.temperature, generator.sampling_params.max_generate_length = temperature, 12
+        check(trainer.cfg)
+        trainer.inference_engine_client = SimpleNamespace(proxy_url=given["url"], server_urls=[given["url"]])
+        trainer.train_dataset = object.__new__(PromptDataset)
+        trainer.train_dataset.prompt_key, trainer.train_dataset.env_class_key = "prompt", "env_class"
+        entry = {"prompt": [{"role": "user", "content": "?"}], "env_class": "lengths"}
+        trainer.train_dataset.dataframe = Entries([entry | {"reward_spec": {"ground_truth": "4"}}])
+        if other:
+            trainer.train_dataset = []
+        return trainer.compute_advantages_and_returns(batch_of(given["batch"]))["advantages"].tolist()
+
+    cases = {
+        "vineppo": {},
+        "rredcot": {"graph": "rredcot", "temperature": 1.0},
+        "zero": {"zero": True},
+        "asleep": {"together": True},
+        "colder": {"graph": "rredcot", "temperature": 0.5},
+        "goes on": {"turns": 2},
+        "another dataset": {"other": True},
+    }
+    return {name: said(lambda name=name, case=case: advantages(name, **case)) for name, case in cases.items()}
 
 
 def in_another_process(name):
@@ -110,6 +166,7 @@ def main():
         out[name] = said(lambda name=name: advantages(name))
     register("vineppo", *given["settings"], name="asks")
     out["asked"] = said(lambda: advantages("asks", given=given["asked"]))
+    out["served"] = served(given["served"])
     out["ppo"] = [advantages("creditgraph:ppo", column=column) for column in ("advantages", "returns")]
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "creditgraph:ppo"):
         trainer, batch = trainer_of(CreditTrainer, name, step_wise=True), batch_of(steps_of(given))

@@ -27,6 +27,8 @@ REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at 
 MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
 # What the environment wrote in the gap before the second turn: rows 1 and 3, of group "b", read the same.
 GAPS = [[7, 7], [8], [7], [8]]
+CUT = ["model=tiny", "segmenter.use=segmenter.fixed", "segmenter.tokens=2"]
+GRAPHS = {"vineppo": [*CUT, "value.continuations=1"], "rredcot": CUT}
 # The graphs whose loss a hook with parts of a batch can call.
 LOSSES = [
     "cispo",
@@ -95,7 +97,8 @@ def found(batch, tmp_path_factory):
     with tiny_server() as server:
         folder = tmp_path_factory.mktemp("skyrl")
         where = [f"--endpoint={server.url}/v1", "--model=tiny"]
-        return hooked(batch | {"settings": [*asked.settings_of(folder), *where]}, folder)
+        served = {"url": server.url, "graphs": GRAPHS, "batch": batch["asked"] | {"uid": ["0", "0"]}}
+        return hooked(batch | {"settings": [*asked.settings_of(folder), *where], "served": served}, folder)
 
 
 def hooked(batch, folder):
@@ -110,6 +113,25 @@ def hooked(batch, folder):
 @pytest.mark.slow
 def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
     torch.testing.assert_close(torch.tensor(found["asked"])[:2], asked.expected(tmp_path, policy), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_skyrls_own_servers_are_asked_and_its_environments_reward(found, policy, tmp_path):
+    of = found["served"]
+    (tmp_path / "mine.py").write_text("def reward(response):\n    return len(response.rstrip()) % 7 / 16 + 0.5\n")
+    sampled = ["value.temperature=0", "value.max_tokens=12", "verifier.use=verifier.function"]
+    settings = {"vineppo": [*sampled, f"verifier.function={tmp_path / 'mine.py'}:reward"], "rredcot": []}
+    for name, further in settings.items():
+        graph = CreditGraph(name, *GRAPHS[name], *further, policy=policy)
+        expected = asked.advantages(graph, answers=["4", "4"])
+        assert expected.any()
+        torch.testing.assert_close(torch.tensor(of[name])[:2], expected, atol=1e-5, rtol=1e-5)
+    # The continuations that reached the limit have no reward now.
+    assert not torch.tensor(of["zero"]).equal(torch.tensor(of["vineppo"]))
+    assert "servers that share GPUs with the trainer sleep when advantages are" in of["asleep"]
+    assert "servers give log-probs at temperature 1, but this trainer samples at 0.5" in of["colder"]
+    assert "read the prompt's entry in a PromptDataset, but the trainer has a list" in of["another dataset"]
+    assert "samples responses of one turn, but environment 'lengths' of SkyRL goes on" in of["goes on"]
 
 
 @pytest.mark.slow

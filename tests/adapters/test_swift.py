@@ -77,8 +77,8 @@ def trained(tmp_path_factory):
 )
 def test_grpo_by_a_graph_trains_as_that_of_ms_swift(trained, ours, theirs):
     # Two iterations over each batch, two micro-batches per step: ratios, denominators and accumulation all count.
-    torch.testing.assert_close(trained[ours]["losses"], trained[theirs]["losses"], atol=2e-7, rtol=0)
-    torch.testing.assert_close(trained[ours]["weights"], trained[theirs]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained[ours]["losses"], trained[theirs]["losses"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(trained[ours]["weights"], trained[theirs]["weights"], atol=5e-6, rtol=1e-6)
     assert trained[ours]["weights"] != trained["gigpo"]["weights"]
 
 
@@ -116,7 +116,7 @@ def test_the_loss_is_that_of_the_graph(trained):
     assert trained["s_trace"]["weights"] != trained["grpo_std"]["weights"]
     assert {"credit/trace_weight", "credit/high_entropy"} <= set(trained["s_trace"]["metrics"])
     # Without decay a trace is the clipped ratio of the token alone.
-    torch.testing.assert_close(trained["no_trace"]["weights"], trained["grpo_std"]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained["no_trace"]["weights"], trained["grpo_std"]["weights"], atol=5e-6, rtol=1e-6)
     assert {"credit/advantage/groups", "credit/ratio_mean"} <= set(trained["grpo_std"]["metrics"])
 
 

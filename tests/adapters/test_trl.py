@@ -202,8 +202,8 @@ def trained(tmp_path_factory):
 )
 def test_grpo_by_a_graph_trains_as_that_of_trl(trained, ours, theirs):
     # Two iterations over each batch, two micro-batches per step: ratios, denominators and accumulation all count.
-    torch.testing.assert_close(trained[ours]["losses"], trained[theirs]["losses"], atol=2e-7, rtol=0)
-    torch.testing.assert_close(trained[ours]["weights"], trained[theirs]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained[ours]["losses"], trained[theirs]["losses"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(trained[ours]["weights"], trained[theirs]["weights"], atol=5e-6, rtol=1e-6)
     assert trained[ours]["weights"] != trained["gigpo"]["weights"]
 
 
@@ -233,7 +233,7 @@ def test_texts_are_scored_by_the_model_that_is_trained(trained, policy, name):
 
 def test_a_trunk_that_runs_once_gives_its_branches_the_scores_of_rows_of_their_own(trained):
     packed, plain = map(torch.tensor, trained["rredcot"]["branches"])
-    torch.testing.assert_close(packed, plain, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
     assert packed[0].std() > 1
     assert trained["rredcot"]["masks"] is True
 
@@ -327,8 +327,8 @@ def test_functions_get_messages_of_conversations_and_their_own_logs_stay_those_o
 
 
 def test_a_tree_of_one_level_trains_as_trl_does_on_rewards_less_their_mean(trained):
-    torch.testing.assert_close(trained["one_level"]["losses"], trained["trl_means"]["losses"], atol=2e-7, rtol=0)
-    torch.testing.assert_close(trained["one_level"]["weights"], trained["trl_means"]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained["one_level"]["losses"], trained["trl_means"]["losses"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(trained["one_level"]["weights"], trained["trl_means"]["weights"], atol=5e-6, rtol=1e-6)
     assert trained["one_level"]["weights"] != trained["trl_grpo"]["weights"]
 
 
@@ -435,7 +435,7 @@ def test_the_loss_is_that_of_the_graph(trained):
     assert trained["s_trace"]["weights"] != trained["grpo_std"]["weights"]
     assert {"credit/trace_weight", "credit/high_entropy"} <= set(trained["s_trace"]["metrics"])
     # Without decay a trace is the clipped ratio of the token alone.
-    torch.testing.assert_close(trained["no_trace"]["weights"], trained["grpo_std"]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained["no_trace"]["weights"], trained["grpo_std"]["weights"], atol=5e-6, rtol=1e-6)
     assert {"credit/advantage/groups", "credit/ratio_mean"} <= set(trained["grpo_std"]["metrics"])
 
 

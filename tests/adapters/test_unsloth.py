@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
 def test_grpo_by_a_graph_trains_as_that_of_unsloth(trained):
     assert trained["trl_grpo"]["trainer"] == "UnslothGRPOTrainer"
     torch.testing.assert_close(trained["advantages"]["losses"], trained["trl_grpo"]["losses"], atol=5e-7, rtol=0)
-    torch.testing.assert_close(trained["advantages"]["weights"], trained["trl_grpo"]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained["advantages"]["weights"], trained["trl_grpo"]["weights"], atol=5e-6, rtol=1e-6)
 
 
 def test_each_token_is_trained_with_its_own_advantage(trained, tmp_path):
@@ -61,7 +61,7 @@ def test_its_model_scores_texts_and_continues_responses(trained, policy):
 def test_it_trains_on_rows_that_a_graph_makes(trained):
     check_reset(trained["rrpo"]["seen"])
     check_branches(trained["treerl"]["seen"]["rows"])
-    torch.testing.assert_close(trained["one_level"]["weights"], trained["trl_means"]["weights"], atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(trained["one_level"]["weights"], trained["trl_means"]["weights"], atol=5e-6, rtol=1e-6)
 
 
 def test_the_loss_of_a_graph_and_entropies_are_refused(trained):

@@ -144,7 +144,7 @@ def test_verls_own_servers_are_asked_and_its_rewards_verify(found, policy, tmp_p
     asked_of = found["asked"]
     assert "the servers of this trainer sleep when advantages are computed. Set trainer.v1." in asked_of["asleep"]
     assert "it reads texts with the model, but the prompts have images" in asked_of["images"]
-    assert "servers give log-probs at temperature 1, but verl samples at 0. Set" in asked_of["colder"]
+    assert "servers give log-probs at temperature 1, but this trainer samples at 0. Set" in asked_of["colder"]
     assert "verl's rewards are those of a model, which is not asked here" in asked_of["of a model"]
     (tmp_path / "mine.py").write_text(REWARD.format(name="reward", arguments="response", text="response"))
     expected = {}
