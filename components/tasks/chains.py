@@ -94,23 +94,6 @@ def load_misconceptions(folder: Path = TINY_MODEL) -> dict[Fact, tuple[int, floa
     return {(row["before"], row["operator"], row["operand"]): (row["wrong"], row["rate"]) for row in rows}
 
 
-def _draw_problem(draw: Any, difficulty: Difficulty) -> Problem:
-    low, high = difficulty.steps
-    count = low + int(draw() * (high - low + 1))
-    operators = difficulty.operators
-    steps = [[operators[int(draw() * len(operators))], OPERANDS[int(draw() * len(OPERANDS))]] for _ in range(count)]
-    start = int(draw() * difficulty.modulus)
-    question = " ".join([str(start), *(f"s{i} {operator} {operand}" for i, (operator, operand) in enumerate(steps, 1))])
-    return {
-        "task": "chains",
-        "template": "chains",
-        "question": question,
-        "modulus": difficulty.modulus,
-        "start": start,
-        "steps": steps,
-    }
-
-
 def true_facts(problem: Problem) -> list[Fact]:
     """The fact each step of the right solution uses."""
     value = int(problem["start"])
@@ -161,15 +144,20 @@ class Chains(Task):
 
     def draw(self, draw: Draw, difficulty: Difficulty) -> Problem | None:
         """A chain of random steps; None where its hard steps are too few, too many or too early."""
-        problem = _draw_problem(draw, difficulty)
-        hard: Mapping[Fact, Any] = {}
-        low, high = 0, MAX_STEPS
+        low, high = difficulty.steps
+        count = low + int(draw() * (high - low + 1))
+        operators = difficulty.operators
+        steps = [[operators[int(draw() * len(operators))], OPERANDS[int(draw() * len(OPERANDS))]] for _ in range(count)]
+        start = int(draw() * difficulty.modulus)
+        problem: Problem = {"modulus": difficulty.modulus, "start": start, "steps": steps, "hard_steps": []}
         if difficulty.hard_facts is not None:
             hard = load_misconceptions() if self._hard is None else self._hard
-            low, high = difficulty.hard_facts
-        problem["hard_steps"] = [i for i, fact in enumerate(true_facts(problem), 1) if fact in hard]
-        late = all(i > difficulty.hard_after * len(problem["steps"]) for i in problem["hard_steps"])
-        return problem if late and low <= len(problem["hard_steps"]) <= high else None
+            problem["hard_steps"] = found = [i for i, fact in enumerate(true_facts(problem), 1) if fact in hard]
+            fewest, most = difficulty.hard_facts
+            if not fewest <= len(found) <= most or any(i <= difficulty.hard_after * count for i in found):
+                return None
+        words = [str(start), *(f"s{i} {operator} {operand}" for i, (operator, operand) in enumerate(steps, 1))]
+        return {"task": "chains", "template": "chains", "question": " ".join(words)} | problem
 
     def solution(self, problem: Problem) -> list[str]:
         """The right thoughts, in order."""

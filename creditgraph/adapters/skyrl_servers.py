@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import skyrl_gym
+from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
 from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
 from skyrl.train.dataset import PromptDataset
 
@@ -19,6 +20,8 @@ Row = tuple[Sequence[Mapping[str, str]], str | None, Mapping[str, Any], str]
 """an entry of SkyRL's dataset: messages, the name of an environment, further columns, the id"""
 ANSWERS = ("reward_spec", "reward_model")
 """columns of SkyRL's data that may have a "ground_truth" """
+OWN = ("max_tokens", "temperature", "logprobs", "skip_special_tokens")
+"""fields of requests that `EndpointPolicy` sets"""
 AT_ONCE = 64
 """rows that each server is asked for at a time"""
 
@@ -45,14 +48,12 @@ def attach(credit: CreditGraph, trainer: Any, uids: Sequence[str]) -> list[Row] 
     if credit.policy is None:
         check(credit, cfg)
         client, sampling = trainer.inference_engine_client, cfg.generator.sampling_params
-        fields = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        if sampling.stop:
-            fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+        fields = get_sampling_params_for_backend(cfg.generator.inference_engine.backend, sampling)
         credit.attach(
             EndpointPolicy(
                 f"{client.proxy_url}/v1",
                 resolve_policy_model_name(cfg),
-                sampling=fields,
+                sampling={name: value for name, value in fields.items() if name not in OWN},
                 concurrency=AT_ONCE * len(client.server_urls),
             ),
             SkyRLRewards(credit, cfg) if credit.takes_rewards else None,

@@ -1,4 +1,4 @@
-"""The result of a run: a table, result.json and a picture of the curve, all made from metrics.jsonl."""
+"""The result of a run: a table and result.json, both made from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from creditgraph.pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS, duration
-from creditgraph.pipeline.core.errors import ConfigError, extra
 from creditgraph.pipeline.run.metrics import read_metrics
-from creditgraph.pipeline.run.run_directory import replacing, write_json
+from creditgraph.pipeline.run.run_directory import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,51 +136,19 @@ def as_table(results: Results) -> str:
     return "\n".join([table, *(f"WARNING {sentence}" for sentence in results.warning.splitlines())])
 
 
-def write_results(run_path: Path, picture: bool = True, warning: str = "") -> str:
-    """Writes result.json and, with `picture`, curve.png where accuracy or reward was logged.
+def write_results(run_path: Path, warning: str = "") -> str:
+    """Writes result.json.
 
     Args:
         run_path: run directory.
-        picture: whether to draw.
         warning: why the run trained nothing.
 
     Returns:
         the results as a table.
     """
-    rows = read_metrics(run_path / "metrics.jsonl")
-    results = summarise(rows, warning)
+    results = summarise(read_metrics(run_path / "metrics.jsonl"), warning)
     write_json(run_path / "result.json", asdict(results))
-    table = as_table(results)
-    if picture:
-        try:
-            draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), run_path.name)
-        except ConfigError as error:  # a run that has trained does not fail for its picture
-            return f"{table}\n{error}"
-    return table
-
-
-def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple[int, float]], title: str) -> None:
-    """Draws accuracy and reward over iterations; nothing when there is neither. Without matplotlib: ConfigError."""
-    if not accuracy and not reward:
-        return
-    with extra("plots", "curve.png is not drawn"):
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    for name, points, color, style in (
-        ("mean reward", reward, "tab:gray", "-"),
-        ("held-out accuracy", accuracy, "tab:blue", "o-"),
-    ):
-        if points:
-            axes.plot(*zip(*points, strict=True), style, color=color, label=name)
-    axes.set(title=title, xlabel="iteration")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    # Renamed when it is whole: a report may be written while the run ends.
-    with replacing(path) as aside:
-        figure.savefig(aside, format="png")
+    return as_table(results)
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:

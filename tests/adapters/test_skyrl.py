@@ -98,7 +98,8 @@ def found(batch, tmp_path_factory):
         folder = tmp_path_factory.mktemp("skyrl")
         where = [f"--endpoint={server.url}/v1", "--model=tiny"]
         served = {"url": server.url, "graphs": GRAPHS, "batch": batch["asked"] | {"uid": ["0", "0"]}}
-        return hooked(batch | {"settings": [*asked.settings_of(folder), *where], "served": served}, folder)
+        out = hooked(batch | {"settings": [*asked.settings_of(folder), *where], "served": served}, folder)
+        return out | {"requests": [body for _, body, _ in server.requests]}
 
 
 def hooked(batch, folder):
@@ -126,6 +127,8 @@ def test_skyrls_own_servers_are_asked_and_its_environments_reward(found, policy,
         expected = asked.advantages(graph, answers=["4", "4"])
         assert expected.any()
         torch.testing.assert_close(torch.tensor(of[name])[:2], expected, atol=1e-5, rtol=1e-5)
+    asked_as = [body for body in found["requests"] if body.get("min_tokens") == 1]  # as SkyRL's own requests
+    assert {(b["top_k"], b["temperature"], b["include_stop_str_in_output"]) for b in asked_as} == {(-1, 0.0, True)}
     # The continuations that reached the limit have no reward now.
     assert not torch.tensor(of["zero"]).equal(torch.tensor(of["vineppo"]))
     assert "servers that share GPUs with the trainer sleep when advantages are" in of["asleep"]

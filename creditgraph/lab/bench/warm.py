@@ -19,7 +19,6 @@ LIBRARIES = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2",
-    "matplotlib.figure",
     "creditgraph.components.learner.hf.learner",
     "creditgraph.components.engine.local.engine",
     "creditgraph.pipeline.app.commands.train",

@@ -48,7 +48,7 @@ USES = {
     "megatron": "learner.megatron",
     "transformer-engine": "learner.layers of learner.megatron on a GPU",
     "lora": "learner.lora.rank",
-    "plots": "curve.png, reports, pictures of comparisons",
+    "plots": "reports, pictures of comparisons",
     "tensorboard": "run.tensorboard.enabled",
     "wandb": "run.wandb.mode",
     "tasks": "tools/task_rows, which writes the rows of two task families",

@@ -206,8 +206,7 @@ def train(experiment: Experiment, team: Team | None = None, stream: TextIO | Non
         team.barrier()
         finished = team.from_first(iterations_of_finished(run, settings.iterations))
         outcome, watch = _finished(experiment, run, finished) if finished else _run(experiment, team, run, stream)
-        # A preempted run will continue soon, and others need its machine now.
-        table = write_results(run.path, picture=outcome.exit_code == 0, warning=watch.summary())
+        table = write_results(run.path, watch.summary())
     print(table)
     if outcome.status != "finished":
         print(f"stopped at {outcome.completed} of {settings.iterations} iterations; the same command continues the run")

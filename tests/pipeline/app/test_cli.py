@@ -50,7 +50,6 @@ def test_train_writes_a_run_a_person_can_read(finished: Path) -> None:
         "record",
         "checkpoints",
         "result.json",
-        "curve.png",
     } <= names
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [r["iteration"] for r in rows] == [0, 1, 2, 3]

@@ -85,9 +85,3 @@ def test_files_are_written(tmp_path):
     stored = json.loads((tmp_path / "result.json").read_text())
     assert stored["accuracy_after"] == 0.65
     assert "held-out accuracy" in table
-    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_no_curve_without_numbers(tmp_path):
-    write_results(tmp_path)
-    assert not (tmp_path / "curve.png").exists()

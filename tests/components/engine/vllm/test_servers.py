@@ -22,7 +22,6 @@ from creditgraph.components.engine.served.pool import AllServersLost
 from creditgraph.components.engine.vllm.dialect import VllmDialect
 from creditgraph.components.models.load import load_causal_lm
 from creditgraph.components.sampler.environment import EnvironmentSampler
-from creditgraph.pipeline.app import results
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.core.handles import Environments, Policy, Requests, Sampling, ThoughtLimits
 from creditgraph.pipeline.core.jagged import Jagged
@@ -214,10 +213,8 @@ def test_toy_srpo_trains_with_weights_updated_every_iteration(undisturbed):
     assert max(mismatch) < 1e-4
 
 
-def test_two_ranks_share_the_servers(real, undisturbed, tmp_path, monkeypatch):
+def test_two_ranks_share_the_servers(real, undisturbed, tmp_path):
     port = free_port()
-    # The drawing library has started threads in this process, and hangs in a fork of it.
-    monkeypatch.setattr(results, "draw_curve", lambda *_: None)
 
     def rank(number):
         ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}

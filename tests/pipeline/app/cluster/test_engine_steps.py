@@ -63,44 +63,29 @@ def test_an_engine_that_ends_before_it_is_ready_ends_the_job(slurm, tmp_path, mo
     assert not processes(job)
 
 
-def test_servers_serve_two_ranks_through_a_crash_of_one_and_of_a_rank(slurm, gate, tmp_path):
-    gate(2)
-    place = ["cluster.engine_nodes=1", "cluster.ranks_per_node=2", "cluster.servers_per_node=2"]
-    place += ["run.checkpoint.every=1"]
-    slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=steps", cwd=tmp_path)
-    run = tmp_path / "steps"
-    job = slurm.job(run)
-    log = run / "logs" / f"job-{job}.log"
-    slurm.wait("both ranks in iteration 2", lambda: gate.waiting(2) == 2, run)
-    os.kill(server(job, 1), signal.SIGKILL)
-    slurm.wait("the restart", lambda: "engine 1 ended with 137; starting it again" in log.read_text(), run)
-
-    # A new learner in the same allocation finds the servers, which hold newer weights than it has.
-    for pid in processes(job, "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"):
-        os.kill(pid, signal.SIGKILL)
-    gate(1 << 20)
-    slurm.wait("the learner's restart", lambda: "] start 0.1 of the learner on node1" in log.read_text(), run)
-    slurm.finished(run, job)
-    check_weights(slurm, run, job)
-
-
-def test_a_server_over_two_nodes_serves_through_a_crash_of_its_worker_and_of_a_node(slurm, gate, tmp_path):
+def test_a_server_over_two_nodes_serves_two_ranks_through_crashes(slurm, gate, tmp_path):
+    """Of a worker of the server, of a rank, and of a node of the server."""
     gate(2)
     place = ["cluster.engine_nodes=2", "cluster.nodes_per_server=2", "cluster.gpus_per_server=2"]
-    place += ["cluster.ranks_per_node=1", "cluster.spare_nodes=1"]
+    place += ["cluster.ranks_per_node=2", "cluster.spare_nodes=1", "run.checkpoint.every=1"]
     slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=wide", cwd=tmp_path)
     run = tmp_path / "wide"
     job = slurm.job(run)
     log = run / "logs" / f"job-{job}.log"
-    slurm.wait("iteration 2", lambda: gate.waiting(2) == 1, run)
+    slurm.wait("both ranks in iteration 2", lambda: gate.waiting(2) == 2, run)
     # The first node answers; the second has a worker only, whose end the first one's processes would not notice.
     assert "VLLM::EngineCore" in titles(server(job, 0, "SLURMD_NODENAME=node2"))
     workers = titles(server(job, 0, "SLURMD_NODENAME=node3"))
     assert "VLLM::EngineCore" not in workers
     os.kill(workers["VLLM::Worker_TP1"], signal.SIGKILL)
     slurm.wait("the restart", lambda: re.search(r"engine 0 ended with \d+; starting it again", log.read_text()), run)
+
+    # A new learner in the same allocation finds the server, which holds newer weights than it has.
+    for pid in processes(job, "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2"):
+        os.kill(pid, signal.SIGKILL)
+    slurm.wait("the learner's restart", lambda: "] start 0.1 of the learner on node1" in log.read_text(), run)
     gate(3)
-    slurm.wait("iteration 3", lambda: gate.waiting(3) == 1, run)
+    slurm.wait("both ranks in iteration 3", lambda: gate.waiting(3) == 2, run)
 
     slurm.node("crash", "node2")
     try:
