@@ -11,7 +11,8 @@ with credit.yaml:
 losses, so a subclass takes the place of its experience maker, and one that of its loss. What follows from
 `--algo.advantage.estimator` otherwise stays: which models are loaded, and what a critic learns.
 
-OpenRLHF passes rewards, the mask of the sampled tokens, token ids, and a critic's values.
+OpenRLHF passes rewards, the mask of the sampled tokens, token ids and log-probs, reference answers, and a critic's
+values.
 """
 
 import logging
@@ -60,13 +61,15 @@ def _credit(module: Any, *graph: str) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.credit = CreditGraph(*graph)
-            self.credit.check_given(values=self.args.algo.advantage.estimator == "gae")
+            self.credit.check_given(values=self.args.algo.advantage.estimator == "gae", logprobs=True)
             self.credit.sampled_at(self.args.rollout.temperature)
             logger.warning("creditgraph: advantages are those of the graph '%s'.", " ".join(graph))
 
         @torch.no_grad()
         def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
             """OpenRLHF's penalties, statistics and returns, then the graph's advantages of all responses."""
+            if self.credit.scores and any(image for experience in experiences for image in experience.images):
+                self.credit.refuse_images()
             divergences = [experience.kl for experience in experiences]
             experiences = super().compute_advantages_and_returns(experiences)
             rewards = [
@@ -80,6 +83,11 @@ def _credit(module: Any, *graph: str) -> None:
                 for experience, divergence in zip(experiences, divergences, strict=True)
             ]
             values = [experience.values for experience in experiences]
+            # Those of the trainer are none without a KL and a ratio that need them.
+            known = [experience.rollout_log_probs for experience in experiences]
+            if experiences[0].action_log_probs is not None:
+                known = [experience.action_log_probs for experience in experiences]
+            labels = [label for experience in experiences for label in experience.labels]
             rows = self.credit(
                 Rollouts(
                     mask=stacked([experience.action_mask for experience in experiences]),
@@ -90,6 +98,8 @@ def _credit(module: Any, *graph: str) -> None:
                     tokens=stacked([experience.sequences[:, 1:] for experience in experiences]),
                     prompts=[row[:1].tolist() for experience in experiences for row in experience.sequences],
                     values=None if values[0] is None else stacked(values),
+                    logprobs=None if known[0] is None else stacked(known),
+                    answers=labels if all(labels) and len(labels) == sum(len(e.index) for e in experiences) else None,
                 ),
                 by_response="policy_loss_type=gspo" if self.args.actor.policy_loss_type == "gspo" else "",
             )

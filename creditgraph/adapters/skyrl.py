@@ -77,12 +77,15 @@ class SkyRLEstimator(Estimator):
         def at_left(value: Tensor) -> Tensor:
             return value[:rows].gather(1, places)
 
+        known = [self.batch.get(name) for name in ("action_log_probs", "rollout_logprobs")]
+        logprobs = next((x for x in known if x is not None), None)
         advantages, returns = super().__call__(
             at_left(token_level_rewards),
             at_left(self.batch["loss_mask"]),
             index[:rows],
             None if values is None else at_left(values),
             at_left(self.batch["sequences"][:, -width:]),
+            logprobs=None if logprobs is None else at_left(logprobs),
             **self._steps(begins),
             **given,
         )

@@ -8,14 +8,17 @@ from creditgraph.adapters.rows import Rollouts
 PROMPT = [46, 3, 9]
 RESPONSES = [[3, 4, 44, 7, 45], [6, 7, 8, 44, 9]]
 REWARDS = [1.0, 0.0]
+LOGPROBS = [[-0.5, -0.25, -1.0, -0.75, -0.125]] * 2
+CUT = ["model=tiny", "segmenter.use=segmenter.fixed", "segmenter.tokens=2"]
+SCORED = {"rredcot": CUT, "distill": ["model=tiny", "teacher.model=tiny"]}
+"""graphs that score the responses, and their settings"""
 
 
 def settings_of(folder):
     """Settings of `vineppo` without its server, with a reward of its own that reads no answers."""
     (folder / "mine.py").write_text("def reward(response):\n    return len(response) % 7 / 8\n")
     verifier = ["verifier.use=verifier.function", f"verifier.function={folder / 'mine.py'}:reward"]
-    segments = ["model=tiny", "segmenter.use=segmenter.fixed", "segmenter.tokens=2"]
-    return [*segments, *verifier, "value.continuations=1", "value.temperature=0", "value.max_tokens=12"]
+    return [*CUT, *verifier, "value.continuations=1", "value.temperature=0", "value.max_tokens=12"]
 
 
 def advantages(graph, **further):

@@ -26,7 +26,9 @@ def settings(given, estimator, kl, loss="ppo"):
             advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False),
             kl=SimpleNamespace(init_coef=kl),
         ),
-        rollout=SimpleNamespace(temperature=1.0, n_samples_per_prompt=2, micro_batch_size=3, max_new_tokens=8),
+        rollout=SimpleNamespace(
+            temperature=given.get("temperature", 1.0), n_samples_per_prompt=2, micro_batch_size=3, max_new_tokens=8
+        ),
         reward=SimpleNamespace(
             clip_range=(-10, 10),
             overlong_buffer_len=given["buffer"],
@@ -59,6 +61,9 @@ def samples_of(given, critic):
                 action_mask=mask,
                 kl=over_mask(given["kl"][i]),
                 values=over_mask(given["values"][i]) if critic else None,
+                action_log_probs=over_mask(given["logprobs"][i]) if "logprobs" in given else None,
+                labels=[given["labels"][i]] if "labels" in given else [],
+                images=given.get("images", []),
                 rewards=torch.tensor([given["rewards"][i]]),
                 response_length=torch.tensor([len(response)]),
                 truncated=torch.tensor([False]),
@@ -129,10 +134,13 @@ def main():
         for unit in ("tokens", "rows"):
             out[f"loss of {graph} {unit}"] = said(lambda unit=unit: loss(given, token_level_loss=unit == "tokens"))
     out["dual clip"] = said(lambda: loss(given, dual_clip=3.0))
-    sys.modules[MAKER].RemoteExperienceMaker = own[MAKER]["RemoteExperienceMaker"]
-    os.environ |= {"CREDITGRAPH_GRAPH": " ".join(["vineppo", *given["settings"]]), "CREDITGRAPH_LOSS": "false"}
-    install()
-    out["asked"] = said(lambda: advantages(given["asked"]))
+    for graph, settings in given["ask"].items():
+        sys.modules[MAKER].RemoteExperienceMaker = own[MAKER]["RemoteExperienceMaker"]
+        os.environ |= {"CREDITGRAPH_GRAPH": " ".join([graph, *settings]), "CREDITGRAPH_LOSS": "false"}
+        install()
+        out[f"{graph} asks"] = said(lambda: advantages(given["asked"]))
+    out["images"] = said(lambda: advantages(given["asked"] | {"images": ["a.png"]}))
+    out["colder"] = said(lambda: advantages(given["asked"] | {"temperature": 0.5}))
     os.environ["CREDITGRAPH_LOSS"] = "yes"
     out["neither true nor false"] = said(install)
     # What `ray job submit --runtime-env` hands on.

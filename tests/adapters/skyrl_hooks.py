@@ -166,6 +166,8 @@ def main():
         out[name] = said(lambda name=name: advantages(name))
     register("vineppo", *given["settings"], name="asks")
     out["asked"] = said(lambda: advantages("asks", given=given["asked"]))
+    register("distill", *given["teacher"], name="distill")
+    out["distill"] = said(lambda: advantages("distill", given=given["asked"]))
     out["served"] = served(given["served"])
     out["ppo"] = [advantages("creditgraph:ppo", column=column) for column in ("advantages", "returns")]
     for name in ("grpo", "creditgraph:grpo", "creditgraph:gigpo", "creditgraph:mt_grpo", "creditgraph:ppo"):

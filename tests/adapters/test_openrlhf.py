@@ -58,6 +58,8 @@ def batch():
             "rewards": asked.REWARDS,
             "buffer": None,
             "kl": [[0.0] * 5] * 2,
+            "logprobs": asked.LOGPROBS,
+            "labels": ["4", "4"],
         },
     }
 
@@ -69,7 +71,8 @@ def found(batch, tmp_path_factory):
     with tiny_server() as server:
         folder = tmp_path_factory.mktemp("openrlhf")
         where = [f"--endpoint={server.url}/v1", "--model=tiny"]
-        return hooked(batch | {"settings": [*asked.settings_of(folder), *where]}, folder)
+        own = {"vineppo": asked.settings_of(folder)} | asked.SCORED
+        return hooked(batch | {"ask": {name: [*settings, *where] for name, settings in own.items()}}, folder)
 
 
 def hooked(batch, folder):
@@ -82,7 +85,14 @@ def hooked(batch, folder):
 
 
 def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
-    check(found["asked"], asked.expected(tmp_path, policy).tolist())
+    check(found["vineppo asks"], asked.expected(tmp_path, policy).tolist())
+    given = {"logprobs": torch.tensor(asked.LOGPROBS), "answers": ["4", "4"]}
+    for name, settings in asked.SCORED.items():
+        expected = asked.advantages(CreditGraph(name, *settings, policy=policy), **given)
+        assert expected.any()
+        check(found[f"{name} asks"], expected.tolist(), 1e-5)
+    assert "it reads texts with the model, but the prompts have images" in found["images"]
+    assert "servers give log-probs at temperature 1, but this trainer samples at 0.5" in found["colder"]
 
 
 def check(rows, expected, tolerance=1e-6):

@@ -27,8 +27,7 @@ REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at 
 MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
 # What the environment wrote in the gap before the second turn: rows 1 and 3, of group "b", read the same.
 GAPS = [[7, 7], [8], [7], [8]]
-CUT = ["model=tiny", "segmenter.use=segmenter.fixed", "segmenter.tokens=2"]
-GRAPHS = {"vineppo": [*CUT, "value.continuations=1"], "rredcot": CUT}
+GRAPHS = {"vineppo": [*asked.CUT, "value.continuations=1"], "rredcot": asked.CUT}
 # The graphs whose loss a hook with parts of a batch can call.
 LOSSES = [
     "cispo",
@@ -84,7 +83,7 @@ def batch():
             "rewards": [[0.0] * 4 + [reward] for reward in asked.REWARDS],
             "masks": [[1] * 5] * 2,
             "uid": ["a", "a"],
-            "logprobs": [[-1.0] * 5] * 2,
+            "logprobs": asked.LOGPROBS,
             "values": [[0.0] * 5] * 2,
         },
     }
@@ -98,7 +97,9 @@ def found(batch, tmp_path_factory):
         folder = tmp_path_factory.mktemp("skyrl")
         where = [f"--endpoint={server.url}/v1", "--model=tiny"]
         served = {"url": server.url, "graphs": GRAPHS, "batch": batch["asked"] | {"uid": ["0", "0"]}}
-        out = hooked(batch | {"settings": [*asked.settings_of(folder), *where], "served": served}, folder)
+        teacher = [*asked.SCORED["distill"], *where]
+        given = batch | {"settings": [*asked.settings_of(folder), *where], "served": served, "teacher": teacher}
+        out = hooked(given, folder)
         return out | {"requests": [body for _, body, _ in server.requests]}
 
 
@@ -114,6 +115,14 @@ def hooked(batch, folder):
 @pytest.mark.slow
 def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
     torch.testing.assert_close(torch.tensor(found["asked"])[:2], asked.expected(tmp_path, policy), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_teacher_at_a_server_judges_the_tokens_by_skyrls_log_probs(found, policy):
+    graph = CreditGraph("distill", *asked.SCORED["distill"], policy=policy)
+    expected = asked.advantages(graph, logprobs=torch.tensor(asked.LOGPROBS))
+    assert expected.any()
+    torch.testing.assert_close(torch.tensor(found["distill"])[:2], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
