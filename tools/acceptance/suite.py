@@ -12,11 +12,7 @@ from launch import ROOT
 
 from acceptance.measure import Run
 
-SMALL = (
-    "tests/components/learner/test_logprobs.py",
-    "tests/components/learner/test_bfloat16.py",
-    "tests/components/engine/local/test_bfloat16.py",
-)
+SMALL = ("tests/components/learner/test_logprobs.py",)
 OWN = ("components", "pipeline", "configs", "creditgraph", "tests", "tools")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -29,7 +29,7 @@ def test_played_values_are_the_exact_ones(weights, monkeypatch):
         table_ = run.player.table(run.first(Prompts), run.first(Policy), run.first(Environments))
         episodes = whole(run.trajectories.response_tokens, run.turns)
         rows = torch.arange(len(episodes))
-        given = {"world": "w", "samples": 400, "stream": Stream(0)}
+        given = {"world": "w", "samples": 100, "stream": Stream(0)}
         exact = turn_values(table_, run.trajectories, run.turns, rows, known={}, **given)
         assert exact.sampled_tokens == 0
         assert exact.num_states <= 4
@@ -43,8 +43,8 @@ def test_played_values_are_the_exact_ones(weights, monkeypatch):
         monkeypatch.setattr(type(run.first(Environments)), "exact_values", lambda self, chance: None)
         played = turn_values(table_, run.trajectories, run.turns, rows, known={}, **given)
     assert played.sampled_tokens > 0
-    # 400 returns within [0, 1]: a standard error of .025 at most.
-    torch.testing.assert_close(played.values.values, exact.values.values, rtol=0, atol=0.1)
+    # 100 returns within [0, 1]: a standard error of .05 at most.
+    torch.testing.assert_close(played.values.values, exact.values.values, rtol=0, atol=0.2)
 
 
 def test_rollouts_of_another_environment_are_not_shared(weights):
