@@ -60,8 +60,10 @@ def attach(credit: CreditGraph, trainer: Any, uids: Sequence[str]) -> list[Row] 
             temperature=sampling.temperature,
             max_tokens=sampling.max_generate_length,
         )
-    known = isinstance(trainer.train_dataset, PromptDataset)
-    rows = [trainer.train_dataset[int(uid)] for uid in uids] if known else None
+    rows = None
+    if isinstance(trainer.train_dataset, PromptDataset):
+        entries = {uid: trainer.train_dataset[int(uid)] for uid in dict.fromkeys(uids)}
+        rows = [entries[uid] for uid in uids]
     if isinstance(credit.verifier, SkyRLRewards):
         if rows is None:
             raise ConfigError(
