@@ -34,6 +34,8 @@ class Estimator:
 
     serves = False
     """whether the trainer may have servers that a graph can ask"""
+    temperature = 1.0
+    """at which texts are scored"""
 
     def __init__(self, graph: str, *overrides: str, states: States | None = None) -> None:
         self.graph, self.overrides, self.states = graph, overrides, states
@@ -91,6 +93,7 @@ class Estimator:
             values=values,
             logprobs=logprobs,
             answers=answers,
+            temperature=self.temperature,
         )
         advantages = self.credit(rollouts)
         returns = advantages if values is None else advantages + torch.where(response_mask != 0, values, 0.0)

@@ -11,7 +11,8 @@ read the values of its critic (`critic.enable=true`) and, where they compare wha
 
 An agent loop may give several outputs per session. verl shows them to an estimator as responses of their own, each with
 the score of the last; a graph gets them as the steps of an episode with that score once. So it is with the requests of
-an agent under Agent Lightning. Graphs that ask the policy ask the servers of the trainer, where they are awake.
+an agent under Agent Lightning. Graphs that score texts ask the workers of the trainer, those that continue responses
+its servers, where they are awake.
 """
 
 import functools
@@ -136,21 +137,27 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
     return stepped
 
 
-def with_servers(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of verl's V1 trainer to advantages, for which a graph may ask the trainer's servers."""
+def with_model(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of a trainer of verl, before which a graph gets the trainer's model."""
 
     @functools.wraps(step)
     def stepped(trainer: Any, *args: Any, **given: Any) -> Any:
         estimator = ADV_ESTIMATOR_REGISTRY.get(trainer.config.algorithm.adv_estimator)
         if isinstance(estimator, Estimator):
-            attach(estimator.credit, trainer)
+            attach(estimator, trainer)
         return step(trainer, *args, **given)
 
     return stepped
 
 
-def _serve(module: Any) -> None:
-    module.PPOTrainer._compute_advantage = with_servers(module.PPOTrainer._compute_advantage)
+def _lend(name: str, step: str) -> Callable[[Any], None]:
+    """Has a trainer lend its model to graphs, from a step on."""
+
+    def change(module: Any) -> None:
+        trainer = getattr(module, name)
+        setattr(trainer, step, with_model(getattr(trainer, step)))
+
+    return change
 
 
 def _logprobs(batch: Any) -> Any:
@@ -238,7 +245,9 @@ _wrap(
     (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils", "verl.experimental.separation.ray_trainer"),
 )
 _wrap("compute_advantage_for_multi_trajectories", by_sessions, (f"{TRAINER}.v1.utils", f"{TRAINER}.v1.trainer_base"))
-on_import(f"{TRAINER}.v1.trainer_base", _serve)
+on_import(f"{TRAINER}.v1.trainer_base", _lend("PPOTrainer", "_compute_advantage"))
+on_import(f"{TRAINER}.ray_trainer", _lend("RayPPOTrainer", "fit"))
+on_import("verl.experimental.separation.ray_trainer", _lend("SeparateRayPPOTrainer", "_fit_compute_advantage"))
 POLICY_LOSS_REGISTRY["geo_mean"] = of_whole_responses(POLICY_LOSS_REGISTRY["geo_mean"])
 check_version("verl", TESTED)
 for _graph in graph_names():

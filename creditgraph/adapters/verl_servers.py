@@ -1,7 +1,7 @@
-"""verl's own servers and reward function, for graphs that ask the policy.
+"""verl's own workers, servers and reward function, for graphs that ask the policy.
 
-Of verl's trainers one has servers that are awake when advantages are computed: that of
-`trainer.v1.trainer_mode=separate_async`.
+Workers score texts in every trainer. Servers, which continue them, are awake when advantages are computed in one: that
+of `trainer.v1.trainer_mode=separate_async`.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from creditgraph.adapters.endpoint import EndpointPolicy
+from creditgraph.adapters.estimator import Estimator
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rewards import HostRewards
 from creditgraph.pipeline.core.errors import ConfigError
@@ -22,22 +23,35 @@ AT_ONCE = 64
 """rows that each server is asked for at a time"""
 
 
-def attach(credit: CreditGraph, trainer: Any) -> None:
-    """Gives a graph that asks the policy the trainer's servers, and verl's rewards unless the settings choose others.
+def attach(estimator: Estimator, trainer: Any) -> None:
+    """Gives a graph that asks the policy the trainer's workers or, where it continues responses, its servers.
+
+    verl's rewards verify what is sampled, unless the settings choose others.
 
     Raises:
-        ConfigError: the trainer's servers sleep, its temperature is another than theirs, or its rewards are a model's.
+        ConfigError: the trainer's servers sleep, its temperature is another than that of a server of the user's, or its
+            rewards are a model's.
     """
-    if not credit.scores or credit.policy is not None:
+    credit, rollout = estimator.credit, trainer.config.actor_rollout_ref.rollout
+    if credit.policy is not None:
+        if isinstance(credit.policy, EndpointPolicy):
+            credit.sampled_at(rollout.temperature)
+        return
+    if not credit.scores:
+        return
+    if not credit.samples:
+        from creditgraph.adapters.verl_workers import WorkerPolicy
+
+        estimator.temperature = rollout.temperature
+        credit.attach(WorkerPolicy(trainer))
         return
     servers = getattr(trainer, "standalone_server_manager", None)
     if servers is None:
         raise ConfigError(
-            f"graph '{credit.name}': it asks the policy, but the servers of this trainer sleep when advantages are "
+            f"graph '{credit.name}': it continues responses, but the servers of this trainer sleep when advantages are "
             "computed. Set trainer.v1.trainer_mode=separate_async, or name a server that has its weights by "
             "--endpoint=URL."
         )
-    rollout = trainer.config.actor_rollout_ref.rollout
     urls = [f"http://{address}/v1" for address in servers.server_addresses]
     sampling = {"top_p": rollout.top_p, "top_k": rollout.top_k}
     credit.attach(

@@ -10,7 +10,7 @@ RESPONSES = [[3, 4, 44, 7, 45], [6, 7, 8, 44, 9]]
 REWARDS = [1.0, 0.0]
 LOGPROBS = [[-0.5, -0.25, -1.0, -0.75, -0.125]] * 2
 CUT = ["model=tiny", "segmenter.use=segmenter.fixed", "segmenter.tokens=2"]
-SCORED = {"rredcot": CUT, "distill": ["model=tiny", "teacher.model=tiny"]}
+SCORED = {"recipe=toy_rredcot": CUT, "distill": ["model=tiny", "teacher.model=tiny"]}
 """graphs that score the responses, and their settings"""
 
 

@@ -138,10 +138,10 @@ def served(given):
 
     cases = {
         "vineppo": {},
-        "rredcot": {"graph": "rredcot", "temperature": 1.0},
+        "rredcot": {"graph": "recipe=toy_rredcot", "temperature": 1.0},
         "zero": {"zero": True},
         "asleep": {"together": True},
-        "colder": {"graph": "rredcot", "temperature": 0.5},
+        "colder": {"graph": "recipe=toy_rredcot", "temperature": 0.5},
         "goes on": {"turns": 2},
         "another dataset": {"other": True},
     }

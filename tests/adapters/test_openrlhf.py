@@ -89,7 +89,7 @@ def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
     given = {"logprobs": torch.tensor(asked.LOGPROBS), "answers": ["4", "4"]}
     for name, settings in asked.SCORED.items():
         expected = asked.advantages(CreditGraph(name, *settings, policy=policy), **given)
-        assert expected.any()
+        assert len(set(expected.flatten().tolist())) > 3
         check(found[f"{name} asks"], expected.tolist(), 1e-5)
     assert "it reads texts with the model, but the prompts have images" in found["images"]
     assert "servers give log-probs at temperature 1, but this trainer samples at 0.5" in found["colder"]

@@ -27,7 +27,7 @@ REWARDS = [[0.3, 1.0], [0.0, 0.5], [0.0, 1.0], [0.25, 0.0]]  # of each turn, at 
 MT_GRPO = [[2.0, 1.0], [0.0, 1.0], [-2.0, -1.0], [0.0, -1.0]]
 # What the environment wrote in the gap before the second turn: rows 1 and 3, of group "b", read the same.
 GAPS = [[7, 7], [8], [7], [8]]
-GRAPHS = {"vineppo": [*asked.CUT, "value.continuations=1"], "rredcot": asked.CUT}
+GRAPHS = {"vineppo": [*asked.CUT, "value.continuations=1"], "recipe=toy_rredcot": asked.CUT}
 # The graphs whose loss a hook with parts of a batch can call.
 LOSSES = [
     "cispo",
@@ -130,11 +130,10 @@ def test_skyrls_own_servers_are_asked_and_its_environments_reward(found, policy,
     of = found["served"]
     (tmp_path / "mine.py").write_text("def reward(response):\n    return len(response.rstrip()) % 7 / 16 + 0.5\n")
     sampled = ["value.temperature=0", "value.max_tokens=12", "verifier.use=verifier.function"]
-    settings = {"vineppo": [*sampled, f"verifier.function={tmp_path / 'mine.py'}:reward"], "rredcot": []}
-    for name, further in settings.items():
-        graph = CreditGraph(name, *GRAPHS[name], *further, policy=policy)
-        expected = asked.advantages(graph, answers=["4", "4"])
-        assert expected.any()
+    settings = {"vineppo": [*sampled, f"verifier.function={tmp_path / 'mine.py'}:reward"], "recipe=toy_rredcot": []}
+    for (graph, further), name in zip(settings.items(), ("vineppo", "rredcot"), strict=True):
+        expected = asked.advantages(CreditGraph(graph, *GRAPHS[graph], *further, policy=policy), answers=["4", "4"])
+        assert len(set(expected.flatten().tolist())) > 3
         torch.testing.assert_close(torch.tensor(of[name])[:2], expected, atol=1e-5, rtol=1e-5)
     asked_as = [body for body in found["requests"] if body.get("min_tokens") == 1]  # as SkyRL's own requests
     assert {(b["top_k"], b["temperature"], b["include_stop_str_in_output"]) for b in asked_as} == {(-1, 0.0, True)}

@@ -10,8 +10,11 @@ import torch
 
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
+from creditgraph.components.engine.served.addresses import free_port
+from creditgraph.components.models.load import resolve_model_path
 from creditgraph.pipeline import ROOT
-from tests.adapters import slow
+from creditgraph.pipeline.core.jagged import Jagged
+from tests.adapters import asked, slow
 from tests.adapters.tiny_server import tiny_server
 
 HERE = Path(__file__).parent
@@ -109,6 +112,7 @@ ASKED = {
     "extra_info": [{"index": 3}] * 2,
     "multi_modal_inputs": [{}] * 2,
 }
+TEXTS = [[[46, 3, 9], [46], [46, 5]], [[3, 4], [6, 7, 8, 44], [9]]]  # three are no whole micro-batches
 GRAPHS = {
     "vineppo": [
         *(
@@ -140,11 +144,31 @@ def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, p
             torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_verls_own_workers_score_texts_at_its_temperature(found, policy):
+    batch = Rollouts(
+        mask=torch.tensor(ASKED["response_mask"]),
+        rewards=torch.tensor(ASKED["rm_scores"]),
+        group=ASKED["uid"],
+        tokens=torch.tensor(ASKED["responses"]),
+        prompts=ASKED["prompts"],
+        answers=["4", "4"],
+        temperature=0.7,
+    )
+    expected = CreditGraph("recipe=toy_rredcot", *asked.CUT, policy=policy)(batch)
+    assert len(set(expected.flatten().tolist())) > 3
+    of_worker = found["asked"]["scored"]
+    scores = policy.score(*(Jagged.from_rows(rows, torch.int32) for rows in TEXTS), 0.7)
+    for rows, known in zip(of_worker["texts"], (scores.logprobs, scores.entropies), strict=True):
+        torch.testing.assert_close(Jagged.from_rows(rows).values, known.values, atol=1e-5, rtol=1e-5)
+    for advantages in of_worker["credit"]:
+        torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_verls_own_servers_are_asked_and_its_rewards_verify(found, policy, tmp_path):
     asked_of = found["asked"]
-    assert "the servers of this trainer sleep when advantages are computed. Set trainer.v1." in asked_of["asleep"]
+    assert "it continues responses, but the servers of this trainer sleep when advantages are" in asked_of["asleep"]
     assert "it reads texts with the model, but the prompts have images" in asked_of["images"]
-    assert "servers give log-probs at temperature 1, but this trainer samples at 0. Set" in asked_of["colder"]
+    assert "servers give log-probs at temperature 1, but this trainer samples at 0.5. Set" in asked_of["colder"]
     assert "verl's rewards are those of a model, which is not asked here" in asked_of["of a model"]
     (tmp_path / "mine.py").write_text(REWARD.format(name="reward", arguments="response", text="response"))
     expected = {}
@@ -184,6 +208,10 @@ def found(batch, tmp_path_factory):
             "served": ["model=tiny", *GRAPHS["vineppo"][:2], "value.continuations=1"],
             "servers": [server.url.removeprefix("http://")] * 2,
             "function": str(mine),
+            "scored": asked.CUT,
+            "texts": TEXTS,
+            "model": str(resolve_model_path("tiny")),
+            "port": free_port(),
         }
         return hooked(batch | {"asked": asked_of}, tmp_path_factory)
 

@@ -13,16 +13,21 @@ import torch
 import transfer_queue
 from hooks import said, start_ray
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_policy_loss_fn
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import KVBatchMeta, PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.config import FSDPActorConfig
+from verl_cpu import workers
 
 from creditgraph.adapters.verl import register
+from creditgraph.adapters.verl_servers import attach
+from creditgraph.adapters.verl_workers import WorkerPolicy
+from creditgraph.pipeline.core.jagged import Jagged
 
 OTHERS = ("uid", "data_source", "reward_model", "extra_info", "multi_modal_inputs")
 
@@ -44,17 +49,24 @@ def queued(columns):
     return keys
 
 
-def of_queue(name, keys, servers=(), **reward):
+def settings(name, temperature, **reward):
+    """The part of verl's settings that a step to advantages reads."""
+    rollout = {"n": 2, "temperature": temperature, "top_p": 0.5, "top_k": -1, "response_length": 12}
+    rollout |= {"log_prob_use_dynamic_bsz": False, "log_prob_micro_batch_size_per_gpu": 2}
+    return SimpleNamespace(
+        algorithm=AlgoConfig(adv_estimator=name),
+        actor_rollout_ref=OmegaConf.create({"rollout": rollout, "actor": {}}),
+        reward=OmegaConf.create({"reward_model": {"enable": False}} | reward),
+    )
+
+
+def of_queue(name, keys, servers=(), temperature=1.0, workers=None, tokenizer=None, **reward):
     """The step of verl's trainer from rewards to advantages; what it puts into the queue, without padding."""
     concrete = type("Trainer", (PPOTrainer,), {})
     concrete.__abstractmethods__ = frozenset()
     trainer = object.__new__(concrete)
-    rollout = SimpleNamespace(n=2, temperature=0.0, top_p=0.5, top_k=-1, response_length=12)
-    trainer.config = SimpleNamespace(
-        algorithm=AlgoConfig(adv_estimator=name),
-        actor_rollout_ref=SimpleNamespace(rollout=rollout),
-        reward=OmegaConf.create({"reward_model": {"enable": False}} | reward),
-    )
+    trainer.config, trainer.actor_rollout_wg = settings(name, temperature, **reward), workers
+    trainer.tokenizer = tokenizer
     if servers:
         trainer.standalone_server_manager = SimpleNamespace(server_addresses=list(servers))
     trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
@@ -80,20 +92,39 @@ def of_rollouts(columns, name):
     return advantages[torch.tensor(order).argsort()].tolist()
 
 
+def of_batch(name, columns):
+    """Advantages by the function of verl's older trainers."""
+    tensors = {k: torch.tensor(columns[k]) for k in ("prompts", "responses", "response_mask", "old_log_probs")}
+    tensors["token_level_rewards"] = torch.tensor(columns["rm_scores"])
+    tensors["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
+    others = {k: np.array(columns[k], dtype=object) for k in ("uid", "reward_model", "multi_modal_inputs")}
+    data = DataProto.from_dict(tensors=tensors, non_tensors=others)
+    return compute_advantage(data, name, config=AlgoConfig()).batch["advantages"].tolist()
+
+
+def scored(given, keys):
+    """Advantages of a graph that verl's own worker scores texts for, of its queue and of its older trainers."""
+    lent, tokenizer = workers(given["model"], given["port"]), AutoTokenizer.from_pretrained(given["model"])
+    for name in ("of a queue", "of a batch"):
+        register("recipe=toy_rredcot", *given["scored"], name=name)
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.config, trainer.tokenizer, trainer.actor_rollout_wg = settings("of a batch", 0.7), tokenizer, lent
+    assert RayPPOTrainer.fit.__wrapped__  # lends the model, as this does
+    attach(ADV_ESTIMATOR_REGISTRY["of a batch"], trainer)
+    texts = [Jagged.from_rows(rows, torch.int32) for rows in given["texts"]]
+    ours = WorkerPolicy(trainer).score(*texts, temperature=0.7)
+    rows = [ours.logprobs.to_lists(), ours.entropies.to_lists()]
+    queue = of_queue("of a queue", keys, temperature=0.7, workers=lent, tokenizer=tokenizer)["advantages"]
+    return {"texts": rows, "credit": [queue, of_batch("of a batch", given["columns"])]}
+
+
 def asked(given):
     """Advantages of graphs that ask a server, of verl's older trainers and of its queue."""
     out = {}
     columns = given["columns"]
     for name, settings in given["graphs"].items():
         register(name, *settings, name=f"asks {name}")
-        tensors = {k: torch.tensor(columns[k]) for k in ("prompts", "responses", "response_mask", "old_log_probs")}
-        tensors["token_level_rewards"] = torch.tensor(columns["rm_scores"])
-        tensors["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
-        others = {k: np.array(columns[k], dtype=object) for k in ("uid", "reward_model", "multi_modal_inputs")}
-        data = compute_advantage(
-            DataProto.from_dict(tensors=tensors, non_tensors=others), f"asks {name}", config=AlgoConfig()
-        )
-        out[name] = [data.batch["advantages"].tolist()]
+        out[name] = [of_batch(f"asks {name}", columns)]
     keys = queued(dict(columns))
     for name in given["graphs"]:
         out[name].append(of_queue(f"asks {name}", keys)["advantages"])
@@ -101,15 +132,15 @@ def asked(given):
     out["images"] = said(lambda: of_queue("asks distill", queued(seen)))
     # The trainer's own servers, and verl's rewards.
     register("vineppo", *given["served"], name="served")
+    out["scored"] = scored(given, keys)
     out["asleep"] = said(lambda: of_queue("served", keys))
     model = {"reward_model": {"enable": True}}
     out["of a model"] = said(lambda: of_queue("served", keys, given["servers"], **model))
-    register("igpo", "model=tiny", name="scored")
-    out["colder"] = said(lambda: of_queue("scored", keys, given["servers"]))
-    out["served"] = of_queue("served", keys, given["servers"])["advantages"]
+    out["colder"] = said(lambda: of_queue("asks distill", keys, temperature=0.5))
+    out["served"] = of_queue("served", keys, given["servers"], temperature=0.0)["advantages"]
     register("vineppo", *given["served"], name="custom")
     custom = {"custom_reward_function": {"path": given["function"], "name": "score"}}
-    out["custom"] = of_queue("custom", keys, given["servers"], **custom)["advantages"]
+    out["custom"] = of_queue("custom", keys, given["servers"], temperature=0.0, **custom)["advantages"]
     return out
 
 
