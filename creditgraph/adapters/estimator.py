@@ -33,7 +33,9 @@ class Estimator:
     """
 
     serves = False
-    """whether the trainer may have servers that a graph can ask"""
+    """whether the trainer may have a model that a graph can ask"""
+    entropies = False
+    """whether it may have entropies of the sampled tokens"""
     temperature = 1.0
     """at which texts are scored"""
 
@@ -51,7 +53,8 @@ class Estimator:
         if self._credit is None:
             credit = CreditGraph(self.graph, *self.overrides)
             # Only a batch shows whether there are any.
-            credit.check_given(values=True, logprobs=True, policy=self.serves, continues=self.serves)
+            asked = {"policy": self.serves, "continues": self.serves}
+            credit.check_given(values=True, logprobs=True, entropies=self.entropies, **asked)
             self._credit = credit
         return self._credit
 
@@ -67,6 +70,7 @@ class Estimator:
         prompts: Sequence[Sequence[int]] | None = None,
         logprobs: Tensor | None = None,
         answers: Sequence[str] | None = None,
+        entropies: Tensor | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of responses.
@@ -76,7 +80,7 @@ class Estimator:
             index: N ids of prompts; without them each row is a group of its own.
             values: [N, T], for graphs with a critic; returns are then advantages plus values, else the advantages.
             tokens: [N, T], ids of the responses, where the trainer passes them.
-            episode, prompts, logprobs, answers: as of `Rollouts`.
+            episode, prompts, logprobs, answers, entropies: as of `Rollouts`.
             given: further arguments of the trainer, for `states`.
         """
         group = range(len(response_mask)) if index is None else index
@@ -93,6 +97,7 @@ class Estimator:
             values=values,
             logprobs=logprobs,
             answers=answers,
+            entropies=entropies,
             temperature=self.temperature,
         )
         advantages = self.credit(rollouts)

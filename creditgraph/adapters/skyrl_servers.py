@@ -80,7 +80,7 @@ def answers_of(rows: Sequence[Row] | None) -> list[str] | None:
     if rows is None:
         return None
     columns: list[Mapping[str, Any]] = [
-        next((row[2][name] for name in ANSWERS if row[2].get(name)), {}) for row in rows
+        next((row[2][name] for name in ANSWERS if isinstance(row[2].get(name), Mapping)), {}) for row in rows
     ]
     found = [column.get("ground_truth") for column in columns]
     return None if None in found else [str(answer) for answer in found]

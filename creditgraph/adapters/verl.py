@@ -43,9 +43,9 @@ TRAINER = "verl.trainer.ppo"
 
 
 class VerlEstimator(Estimator):
-    """An estimator whose graph may ask verl's servers."""
+    """An estimator whose graph may ask verl's model, and read the entropies that its V1 trainer keeps."""
 
-    serves = True
+    serves = entropies = True
 
 
 def register(graph: str, *overrides: str, name: str = "", states: States | None = None) -> None:
@@ -111,11 +111,17 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
         estimator = ADV_ESTIMATOR_REGISTRY.get(adv_estimator)
         if not isinstance(estimator, Estimator):
             return step(data, batch_keys, adv_estimator, *args, **given)
-        more: dict[str, Any] = {"logprobs": _logprobs(data.batch)}
-        if estimator.credit.reads_tokens:
-            import transfer_queue
+        import transfer_queue
 
-            credit = estimator.credit
+        credit = estimator.credit
+        more: dict[str, Any] = {"logprobs": _logprobs(data.batch)}
+        if credit.reads("entropies"):
+            kept = transfer_queue.kv_batch_get(keys=batch_keys, partition_id="train", select_fields=["entropy"])
+            rows = kept.get("entropy", None)  # none with rollout_correction.bypass_mode
+            more["entropies"] = (
+                None if rows is None else Jagged.from_rows([row.tolist() for row in rows.unbind()]).to_padded()
+            )
+        if credit.reads_tokens:
             asked = ("multi_modal_inputs", "reward_model") if credit.scores else ()
             further = COLUMNS if isinstance(credit.verifier, VerlRewards) else ()
             fields = ["prompts", "responses", *dict.fromkeys((*asked, *further))]

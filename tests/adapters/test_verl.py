@@ -113,6 +113,7 @@ ASKED = {
     "multi_modal_inputs": [{}] * 2,
 }
 TEXTS = [[[46, 3, 9], [46], [46, 5]], [[3, 4], [6, 7, 8, 44], [9]]]  # three are no whole micro-batches
+ENTROPY = [[0.5, 1.5, 0.25, 0.125, 1.0], [0.75, 0.5, 0.25, 2.0, 0.125]]
 GRAPHS = {
     "vineppo": [
         *(
@@ -142,6 +143,19 @@ def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, p
         assert expected.any()
         for advantages in found["asked"][name]:
             torch.testing.assert_close(torch.tensor(advantages), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_entropies_that_verls_queue_has_mark_tokens(found):
+    batch = Rollouts(
+        mask=torch.tensor(ASKED["response_mask"]),
+        rewards=torch.tensor(ASKED["rm_scores"]),
+        group=ASKED["uid"],
+        entropies=torch.tensor(ENTROPY),
+    )
+    expected = CreditGraph("hicra")(batch)
+    assert len(set(expected[0].tolist())) == 2
+    torch.testing.assert_close(torch.tensor(found["asked"]["hicra"]), expected)
+    assert "it reads entropies, but the trainer gives none" in found["asked"]["no entropies"]
 
 
 def test_verls_own_workers_score_texts_at_its_temperature(found, policy):
@@ -210,6 +224,7 @@ def found(batch, tmp_path_factory):
             "function": str(mine),
             "scored": asked.CUT,
             "texts": TEXTS,
+            "entropy": ENTROPY,
             "model": str(resolve_model_path("tiny")),
             "port": free_port(),
         }

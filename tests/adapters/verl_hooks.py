@@ -128,6 +128,9 @@ def asked(given):
     keys = queued(dict(columns))
     for name in given["graphs"]:
         out[name].append(of_queue(f"asks {name}", keys)["advantages"])
+    known = columns | {"keys": ["e_0_0", "e_1_0"], "uid": ["e", "e"], "entropy": given["entropy"]}
+    out["hicra"] = of_queue("creditgraph:hicra", queued(known))["advantages"]
+    out["no entropies"] = said(lambda: of_queue("creditgraph:hicra", keys))
     seen = columns | {"keys": ["d_0_0", "d_1_0"], "multi_modal_inputs": [{"pixel_values": [1]}, {}]}
     out["images"] = said(lambda: of_queue("asks distill", queued(seen)))
     # The trainer's own servers, and verl's rewards.
