@@ -24,7 +24,7 @@ import torch
 
 from creditgraph.adapters.estimator import Loss, check_version, on_import
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import Rollouts, stacked
+from creditgraph.adapters.rows import Rollouts, reference_answers, stacked
 from creditgraph.pipeline.core.errors import ConfigError
 
 logger = logging.getLogger("creditgraph")
@@ -83,11 +83,6 @@ def _credit(module: Any, *graph: str) -> None:
                 for experience, divergence in zip(experiences, divergences, strict=True)
             ]
             values = [experience.values for experience in experiences]
-            # Those of the trainer are none without a KL and a ratio that need them.
-            known = [experience.rollout_log_probs for experience in experiences]
-            if experiences[0].action_log_probs is not None:
-                known = [experience.action_log_probs for experience in experiences]
-            labels = [label for experience in experiences for label in experience.labels]
             rows = self.credit(
                 Rollouts(
                     mask=stacked([experience.action_mask for experience in experiences]),
@@ -98,8 +93,8 @@ def _credit(module: Any, *graph: str) -> None:
                     tokens=stacked([experience.sequences[:, 1:] for experience in experiences]),
                     prompts=[row[:1].tolist() for experience in experiences for row in experience.sequences],
                     values=None if values[0] is None else stacked(values),
-                    logprobs=None if known[0] is None else stacked(known),
-                    answers=labels if all(labels) and len(labels) == sum(len(e.index) for e in experiences) else None,
+                    logprobs=stacked([experience.action_log_probs for experience in experiences]),
+                    answers=reference_answers(label for experience in experiences for label in experience.labels),
                 ),
                 by_response="policy_loss_type=gspo" if self.args.actor.policy_loss_type == "gspo" else "",
             )

@@ -29,7 +29,7 @@ import torch
 from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
-from creditgraph.adapters.rows import Rollouts
+from creditgraph.adapters.rows import Rollouts, reference_answers
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.jagged import Jagged
 
@@ -120,7 +120,6 @@ def rollouts_of(traces: list[Any], group: list[Hashable]) -> Rollouts:
         for name, row in (("tokens", tokens), ("mask", mask), ("logprobs", logprobs)):
             rows[name].append(row[begin:])
         rows["prompts"].append(tokens[:begin])
-    answers = [getattr(trace.task.data, "answer", None) for trace in traces]
     return Rollouts(
         mask=Jagged.from_rows(rows["mask"], torch.bool).to_padded(),
         rewards=torch.tensor([trace.reward for trace in traces]),
@@ -129,7 +128,7 @@ def rollouts_of(traces: list[Any], group: list[Hashable]) -> Rollouts:
         logprobs=Jagged.from_rows(rows["logprobs"], torch.float32).to_padded(),
         prompts=rows["prompts"],
         texts=[trace.task.data.prompt_text for trace in traces],
-        answers=None if None in answers else [str(answer) for answer in answers],
+        answers=reference_answers(getattr(trace.task.data, "answer", None) for trace in traces),
     )
 
 

@@ -1,6 +1,6 @@
 """Responses of another trainer as the payloads of a graph, and the credit of a graph as the trainer's tensors."""
 
-from collections.abc import Hashable, MutableSequence, Sequence
+from collections.abc import Hashable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,6 +206,12 @@ def rewards_of(rollouts: Rollouts, row: Tensor, uid: Tensor, right_above: float 
     value, valid = outcomes(rollouts)
     detail = ["" if ok else "the trainer's reward is not a finite number" for ok in valid[row].tolist()]
     return Rewards(uid=uid, value=value[row], correct=value[row] > right_above, valid=valid[row], detail=detail)
+
+
+def reference_answers(given: Iterable[Any]) -> list[str] | None:
+    """Reference answers of rows as texts; None where one lacks."""
+    texts = ["" if answer is None else str(answer) for answer in given]
+    return texts if all(texts) else None
 
 
 def verdicts(uid: Tensor, given: Sequence[float | None], right_above: float, lacking: str) -> Rewards:

@@ -13,6 +13,7 @@ from skyrl.train.dataset import PromptDataset
 from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rewards import HostRewards
+from creditgraph.adapters.rows import reference_answers
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.payloads import Trajectories
 
@@ -46,7 +47,6 @@ def attach(credit: CreditGraph, trainer: Any, uids: Sequence[str]) -> list[Row] 
     """
     cfg = trainer.cfg
     if credit.policy is None:
-        check(credit, cfg)
         client, sampling = trainer.inference_engine_client, cfg.generator.sampling_params
         fields = get_sampling_params_for_backend(cfg.generator.inference_engine.backend, sampling)
         credit.attach(
@@ -77,13 +77,9 @@ def attach(credit: CreditGraph, trainer: Any, uids: Sequence[str]) -> list[Row] 
 
 def answers_of(rows: Sequence[Row] | None) -> list[str] | None:
     """Reference answers, as SkyRL's data has them; None without."""
-    if rows is None:
-        return None
-    columns: list[Mapping[str, Any]] = [
-        next((row[2][name] for name in ANSWERS if isinstance(row[2].get(name), Mapping)), {}) for row in rows
-    ]
-    found = [column.get("ground_truth") for column in columns]
-    return None if None in found else [str(answer) for answer in found]
+    columns = ([row[2].get(name) for name in ANSWERS] for row in rows or ())
+    found = (next((x.get("ground_truth") for x in row if isinstance(x, Mapping)), None) for row in columns)
+    return reference_answers(found) or None
 
 
 class SkyRLRewards(HostRewards):

@@ -32,7 +32,7 @@ from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, settings_of
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rewards import HostRewards
-from creditgraph.adapters.rows import Rollouts
+from creditgraph.adapters.rows import Rollouts, reference_answers
 from creditgraph.pipeline.core.errors import ConfigError, DataError
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Trajectories
@@ -138,7 +138,6 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
     graph = _graph(*_chosen(args))
     if graph.scores:
         _attach(graph, args, samples)
-    labels = [sample.label for sample in samples]
     known = [sample.rollout_log_probs for sample in samples]
     rollouts = Rollouts(
         mask=Jagged.from_rows(masks, torch.int64).to_padded(),
@@ -148,7 +147,7 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
         tokens=Jagged.from_rows([s.tokens[b:] for s, b in zip(samples, begins, strict=True)], torch.int64).to_padded(),
         prompts=[s.tokens[:b] for s, b in zip(samples, begins, strict=True)],
         logprobs=None if None in known else Jagged.from_rows(known, torch.float32).to_padded(),
-        answers=None if None in labels else [str(label) for label in labels],
+        answers=reference_answers(sample.label for sample in samples),
         temperature=args.rollout_temperature,
     )
     by_response = args.advantage_estimator == "gspo" and args.loss_type == "policy_loss"

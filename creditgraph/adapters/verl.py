@@ -33,7 +33,7 @@ from verl.trainer.ppo.core_algos import (
 
 from creditgraph.adapters.estimator import PREFIX, Estimator, Loss, States, check_version, on_import
 from creditgraph.adapters.graph import graph_names
-from creditgraph.adapters.rows import differs_within
+from creditgraph.adapters.rows import differs_within, reference_answers
 from creditgraph.adapters.verl_servers import COLUMNS, VerlRewards, attach
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.jagged import Jagged
@@ -173,10 +173,7 @@ def _logprobs(batch: Any) -> Any:
 
 def _answers(given: Any) -> list[str] | None:
     """Reference answers, as verl's data has them; None without."""
-    if given is None:
-        return None
-    answers = [entry.get("ground_truth") for entry in given.tolist()]
-    return None if None in answers else [str(answer) for answer in answers]
+    return None if given is None else reference_answers(entry.get("ground_truth") for entry in given.tolist())
 
 
 def _credited(

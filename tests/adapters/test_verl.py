@@ -128,16 +128,21 @@ GRAPHS = {
 }
 
 
-def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, policy):
-    batch = Rollouts(
+def of_asked(**further):
+    """What a graph gets of `ASKED`."""
+    return Rollouts(
         mask=torch.tensor(ASKED["response_mask"]),
         rewards=torch.tensor(ASKED["rm_scores"]),
         group=ASKED["uid"],
         tokens=torch.tensor(ASKED["responses"]),
         prompts=ASKED["prompts"],
-        logprobs=torch.tensor(ASKED["old_log_probs"]),
         answers=["4", "4"],
+        **further,
     )
+
+
+def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, policy):
+    batch = of_asked(logprobs=torch.tensor(ASKED["old_log_probs"]))
     for name, settings in GRAPHS.items():
         expected = CreditGraph(name, "model=tiny", *settings, policy=policy)(batch)
         assert expected.any()
@@ -146,29 +151,14 @@ def test_graphs_that_ask_a_server_get_its_prompts_answers_and_log_probs(found, p
 
 
 def test_entropies_that_verls_queue_has_mark_tokens(found):
-    batch = Rollouts(
-        mask=torch.tensor(ASKED["response_mask"]),
-        rewards=torch.tensor(ASKED["rm_scores"]),
-        group=ASKED["uid"],
-        entropies=torch.tensor(ENTROPY),
-    )
-    expected = CreditGraph("hicra")(batch)
+    expected = CreditGraph("hicra")(of_asked(entropies=torch.tensor(ENTROPY)))
     assert len(set(expected[0].tolist())) == 2
     torch.testing.assert_close(torch.tensor(found["asked"]["hicra"]), expected)
     assert "it reads entropies, but the trainer gives none" in found["asked"]["no entropies"]
 
 
 def test_verls_own_workers_score_texts_at_its_temperature(found, policy):
-    batch = Rollouts(
-        mask=torch.tensor(ASKED["response_mask"]),
-        rewards=torch.tensor(ASKED["rm_scores"]),
-        group=ASKED["uid"],
-        tokens=torch.tensor(ASKED["responses"]),
-        prompts=ASKED["prompts"],
-        answers=["4", "4"],
-        temperature=0.7,
-    )
-    expected = CreditGraph("recipe=toy_rredcot", *asked.CUT, policy=policy)(batch)
+    expected = CreditGraph("recipe=toy_rredcot", *asked.CUT, policy=policy)(of_asked(temperature=0.7))
     assert len(set(expected.flatten().tolist())) > 3
     of_worker = found["asked"]["scored"]
     scores = policy.score(*(Jagged.from_rows(rows, torch.int32) for rows in TEXTS), 0.7)
@@ -192,16 +182,7 @@ def test_verls_own_servers_are_asked_and_its_rewards_verify(found, policy, tmp_p
     ):
         settings = [s for s in GRAPHS["vineppo"] if not s.startswith("verifier")]
         graph = CreditGraph("vineppo", "model=tiny", *settings, *verifier, policy=policy)
-        expected[name] = graph(
-            Rollouts(
-                mask=torch.tensor(ASKED["response_mask"]),
-                rewards=torch.tensor(ASKED["rm_scores"]),
-                group=ASKED["uid"],
-                tokens=torch.tensor(ASKED["responses"]),
-                prompts=ASKED["prompts"],
-                answers=["4", "4"],
-            )
-        )
+        expected[name] = graph(of_asked())
         torch.testing.assert_close(torch.tensor(asked_of[name]), expected[name], atol=1e-5, rtol=1e-5)
     assert not expected["served"].equal(expected["custom"])
 
