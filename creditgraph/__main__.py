@@ -1,7 +1,10 @@
 """The process of the `creditgraph` command, and `python -m creditgraph`."""
 
+import atexit
 import gc
+import os
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
@@ -9,9 +12,21 @@ def main() -> int:
     # Importing torch and transformers makes millions of objects that stay; collections among them are a seventh of the
     # start at Python's threshold of 700.
     gc.set_threshold(20_000)
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # first, so called last
     from creditgraph.pipeline.app.cli import main as run
 
-    return run()
+    codes.append(run())
+    return codes[0]
+
+
+def _leave(codes: list[int]) -> None:
+    """Ends the process of a command that has returned: Python would take seconds to collect what was imported."""
+    if codes:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(codes[0])
 
 
 if __name__ == "__main__":

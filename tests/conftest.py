@@ -1,5 +1,7 @@
 """Fixtures shared by all tests: the device under test and the slow reference versions."""
 
+import atexit
+import gc
 import importlib.util
 import os
 import sys
@@ -121,6 +123,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # pytest 9.2 and pytest-xdist 3.8 together ignore the groups without a word: every worker starts its own servers.
     if session.config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("this pytest-xdist does not group tests; install pytest>=8.4,<9.2 for --dist loadgroup")
+    gc.freeze()  # thousands of tests and modules, which every collection would walk through
+
+
+ENDED: list[pytest.Session] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.freeze()  # pytest collects garbage five times at the end
+    ENDED.append(session)
+
+
+@atexit.register
+def _leave() -> None:
+    # Python would collect what every test imported, which takes longer than many a test.
+    if ENDED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(ENDED[0].exitstatus))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ arguments of `swift rlhf`, "imported" a module that seems to be imported. RESULT
 step, the weights' sums, metrics, and the rollouts of the last batch with their advantages; or "refused".
 """
 
+import gc
 import json
 import os
 import sys
@@ -24,6 +25,8 @@ from swift.trainers import TrainerFactory
 from creditgraph.adapters.swift import CreditGRPOTrainer, register
 from creditgraph.pipeline.core.errors import ConfigError
 
+# accelerate collects garbage after each training, which over all that was imported takes a second.
+gc.freeze()
 torch.set_num_threads(1)
 swift.trainers.mixin.check_local_model_is_latest = lambda *_, **__: None  # it asks a server, with retries
 register_template(TemplateMeta("plain", prefix=[], prompt=["{{QUERY}}"], chat_sep=[], suffix=["<eos>"]))

@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
     command = [PYTHON, Path(__file__).parent / "areal_train.py", resolve_model_path("tiny"), folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=400
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((folder / "results.json").read_text())

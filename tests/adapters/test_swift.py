@@ -59,7 +59,7 @@ def train(folder, jobs, launcher=()):
     command = [PYTHON, *launcher, HERE / "swift_train.py", model, folder / "jobs.json", folder / "results.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1", "USE_HF": "1"}
     done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -176,7 +176,7 @@ def train(folder, jobs, launcher=(), python=PYTHON, settings=None):
         **(settings or {}),
     }
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -11,6 +11,7 @@ metrics, and the rollouts of the last batch with their advantages; or the error.
 """
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -35,6 +36,8 @@ from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.handles import Policy
 from creditgraph.pipeline.core.jagged import Jagged
 
+# accelerate collects garbage after each training, which over all that was imported takes a second.
+gc.freeze()
 torch.set_num_threads(1)
 # The embedded model writes neither lines nor sentences.
 requests.ends_of_thoughts = lambda pieces, mode: [min(i + 3, len(pieces)) for i in range(0, len(pieces), 3)]

@@ -9,6 +9,7 @@ vLLM spawns engine core and worker on CPUs, and each imports everything again: 4
 kept.
 """
 
+import gc
 import importlib
 import multiprocessing
 import runpy
@@ -60,6 +61,7 @@ def run_headless() -> None:
 
 if __name__ == "__main__":
     server_key()
+    gc.set_threshold(20_000)  # as in creditgraph/__main__.py: a fifth of the imports
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

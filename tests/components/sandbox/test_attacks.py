@@ -84,7 +84,7 @@ def test_attacks_as_an_ordinary_user():
     user = [shutil.which("setpriv"), "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     script = Path(__file__).with_name("attacks.py")
     command = [*user, os.path.realpath("/usr/bin/python3"), "-B", str(script), "--every", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=1200)
     if "cannot isolate" in done.stderr:
         pytest.skip(f"this host gives ordinary users no namespaces: {done.stderr.strip().splitlines()[-1]}")
     figures = json.loads(done.stdout)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,7 +10,9 @@ import pytest
 
 from creditgraph.lab.tasks.library import ROWS
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(
+    find_spec("reasoning_gym") is None, reason="no reasoning_gym: pip install 'creditgraph[tasks]'"
+)
 TOOL = Path(__file__).parents[3] / "tools" / "task_rows"
 
 

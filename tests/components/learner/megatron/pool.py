@@ -7,9 +7,11 @@ pickle. Each rank loads that file once, by its path.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing as mp
 import os
+import pickle
 import runpy
 import socket
 import sys
@@ -56,7 +58,7 @@ class Pool:
             for pipe in ready:
                 rank = left[pipe]
                 try:
-                    answers[rank] = pipe.recv()
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     answers[rank] = (False, "the process died", 0)
                 if not answers[rank][0]:
@@ -118,6 +120,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, grouped: bool) -> 
     import torch
     import torch.distributed as dist
 
+    gc.freeze()
     torch.set_num_threads(1)
     if size > 1:
         os.environ.update(
@@ -134,7 +137,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, grouped: bool) -> 
             answer = (True, getattr(_load(path), name)(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send((*answer, len(os.listdir("/proc/self/task"))))
+        # Plain, because pipes would send each tensor as a file of shared memory.
+        pipe.send_bytes(pickle.dumps((*answer, len(os.listdir("/proc/self/task")))))
 
 
 if __name__ == "pooled_rank":

@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 from creditgraph.components.learner.megatron.learner import MegatronLearner
 from creditgraph.components.learner.megatron.settings import (
     FUSIONS,
@@ -75,11 +70,13 @@ def test_mistakes_are_named(settings: dict[str, Any], text: str) -> None:
 
 
 def test_every_pattern_of_an_own_field_is_one_of_the_library() -> None:
-    for own, config in ((OWN_TRANSFORMER, TransformerConfig), (OWN_DDP, DistributedDataParallelConfig)):
+    transformer = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    ddp = pytest.importorskip("megatron.core.distributed").DistributedDataParallelConfig
+    for own, config in ((OWN_TRANSFORMER, transformer), (OWN_DDP, ddp)):
         names = [f.name for f in dataclasses.fields(config)]
         for pattern in " ".join(own.values()).split():
             assert any(_owner(name, {"x": pattern}) for name in names), pattern
-    assert set(FUSIONS) <= {f.name for f in dataclasses.fields(TransformerConfig)}
+    assert set(FUSIONS) <= {f.name for f in dataclasses.fields(transformer)}
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "olmo2", "olmo3"])

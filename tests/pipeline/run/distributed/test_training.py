@@ -27,7 +27,7 @@ def train(root, name, iterations, ranks=1, more=()):
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "creditgraph"]
         command = [sys.executable, *launch, *settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return read_metrics(root / name / "metrics.jsonl")
 
