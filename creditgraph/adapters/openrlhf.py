@@ -12,7 +12,7 @@ losses, so a subclass takes the place of its experience maker, and one that of i
 `--algo.advantage.estimator` otherwise stays: which models are loaded, and what a critic learns.
 
 OpenRLHF passes rewards, the mask of the sampled tokens, token ids and log-probs, reference answers, and a critic's
-values.
+values. Graphs that score texts ask the workers that train.
 """
 
 import logging
@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 
+from creditgraph.adapters.endpoint import EndpointPolicy
 from creditgraph.adapters.estimator import Loss, check_version, on_import
 from creditgraph.adapters.graph import CreditGraph
+from creditgraph.adapters.openrlhf_workers import OpenRLHFPolicy
 from creditgraph.adapters.rows import Rollouts, reference_answers, stacked
 from creditgraph.pipeline.core.errors import ConfigError
 
@@ -61,8 +63,11 @@ def _credit(module: Any, *graph: str) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.credit = CreditGraph(*graph)
+            if isinstance(self.credit.policy, EndpointPolicy):
+                self.credit.sampled_at(self.args.rollout.temperature)
+            elif self.credit.scores and not self.credit.samples:
+                self.credit.attach(OpenRLHFPolicy(self))
             self.credit.check_given(values=self.args.algo.advantage.estimator == "gae", logprobs=True)
-            self.credit.sampled_at(self.args.rollout.temperature)
             logger.warning("creditgraph: advantages are those of the graph '%s'.", " ".join(graph))
 
         @torch.no_grad()
@@ -95,6 +100,7 @@ def _credit(module: Any, *graph: str) -> None:
                     values=None if values[0] is None else stacked(values),
                     logprobs=stacked([experience.action_log_probs for experience in experiences]),
                     answers=reference_answers(label for experience in experiences for label in experience.labels),
+                    temperature=self.args.rollout.temperature,
                 ),
                 by_response="policy_loss_type=gspo" if self.args.actor.policy_loss_type == "gspo" else "",
             )

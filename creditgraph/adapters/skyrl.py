@@ -12,7 +12,8 @@ For other settings, or an experiment class of one's own, call `register` before 
 
 SkyRL's estimators receive a mask of the whole response, what the environment wrote included. `CreditTrainer` gives a
 graph the loss mask, whose runs of ones are the turns, and the token ids; of step-wise trajectories the steps of each.
-Graphs that ask the policy ask SkyRL's servers, where they have GPUs of their own.
+Graphs that score texts ask SkyRL's workers, and those that continue responses its servers, where these have GPUs of
+their own.
 """
 
 import itertools
@@ -162,7 +163,7 @@ class CreditTrainer(RayPPOTrainer):  # type: ignore[misc]
         try:
             if estimator.credit.scores:
                 uids = data.metadata["uids"]
-                estimator.entries = attach(estimator.credit, self, uids[: len(uids) - data.metadata.get("pad_size", 0)])
+                estimator.entries = attach(estimator, self, uids[: len(uids) - data.metadata.get("pad_size", 0)])
             if last is None:
                 return super().compute_advantages_and_returns(data)
             # SkyRL would give the estimator the last steps alone, and spread a number over the others.

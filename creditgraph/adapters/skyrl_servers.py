@@ -1,4 +1,7 @@
-"""SkyRL's own servers, environments and data, for graphs that ask the policy."""
+"""SkyRL's own workers, servers, environments and data, for graphs that ask the policy.
+
+Workers score texts. Servers, which continue them, are awake where they have GPUs of their own.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -11,6 +14,7 @@ from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_mo
 from skyrl.train.dataset import PromptDataset
 
 from creditgraph.adapters.endpoint import EndpointPolicy
+from creditgraph.adapters.estimator import Estimator
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rewards import HostRewards
 from creditgraph.adapters.rows import reference_answers
@@ -29,23 +33,31 @@ AT_ONCE = 64
 
 def check(credit: CreditGraph, cfg: Any) -> None:
     """Raises ConfigError where SkyRL's settings leave a graph no servers to ask, or none that scores as it samples."""
-    credit.sampled_at(cfg.generator.sampling_params.temperature)
-    if credit.scores and credit.policy is None and cfg.trainer.placement.colocate_all:
+    if isinstance(credit.policy, EndpointPolicy):
+        credit.sampled_at(cfg.generator.sampling_params.temperature)
+    if credit.samples and credit.policy is None and cfg.trainer.placement.colocate_all:
         raise ConfigError(
-            f"graph '{credit.name}': it asks the policy, but servers that share GPUs with the trainer sleep when "
+            f"graph '{credit.name}': it continues responses, but servers that share GPUs with the trainer sleep when "
             "advantages are computed. Set trainer.placement.colocate_all=false, or name a server that has its weights "
             "by --endpoint=URL."
         )
 
 
-def attach(credit: CreditGraph, trainer: Any, uids: Sequence[str]) -> list[Row] | None:
-    """Gives a graph that asks the policy the trainer's servers, and its environments unless the settings choose others.
+def attach(estimator: Estimator, trainer: Any, uids: Sequence[str]) -> list[Row] | None:
+    """Gives a graph that asks the policy the trainer's workers or, where it continues responses, its servers.
+
+    SkyRL's environments verify what is sampled, unless the settings choose others.
 
     Returns:
         of each row, in the order of `uids`, its entry in SkyRL's dataset; None of a dataset of another kind, whose ids
         are not places.
     """
-    cfg = trainer.cfg
+    credit, cfg = estimator.credit, trainer.cfg
+    if credit.policy is None and not credit.samples:
+        from creditgraph.adapters.skyrl_workers import SkyRLPolicy
+
+        estimator.temperature = cfg.generator.sampling_params.temperature
+        credit.attach(SkyRLPolicy(trainer))
     if credit.policy is None:
         client, sampling = trainer.inference_engine_client, cfg.generator.sampling_params
         fields = get_sampling_params_for_backend(cfg.generator.inference_engine.backend, sampling)

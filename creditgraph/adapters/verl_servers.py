@@ -40,10 +40,10 @@ def attach(estimator: Estimator, trainer: Any) -> None:
     if not credit.scores:
         return
     if not credit.samples:
-        from creditgraph.adapters.verl_workers import WorkerPolicy
+        from creditgraph.adapters.verl_workers import VerlPolicy
 
         estimator.temperature = rollout.temperature
-        credit.attach(WorkerPolicy(trainer))
+        credit.attach(VerlPolicy(trainer))
         return
     servers = getattr(trainer, "standalone_server_manager", None)
     if servers is None:

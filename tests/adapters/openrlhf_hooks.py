@@ -13,10 +13,32 @@ from types import SimpleNamespace
 import ray
 import torch
 from hooks import said, start_ray
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from creditgraph.adapters.openrlhf import install
 
 MAKER, LOSS = "openrlhf.trainer.ppo_utils.experience_maker", "openrlhf.models.loss"
+
+
+class Group:
+    """OpenRLHF's model on a CPU in the place of its group of two workers, each of which takes half of the batches."""
+
+    _actor_handlers = (None, None)
+
+    def __init__(self, path, temperature):
+        from openrlhf.models.actor import Actor
+
+        # By its name it would be loaded in 16 bits.
+        self.actor = Actor(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), temperature=temperature)
+        self.actor.packing_samples = False
+
+    def async_run_method_batch(self, method_name, **batches):
+        assert method_name == "forward"
+        count = len(batches["sequences"])
+        assert count % 2 == 0
+        with torch.no_grad():
+            found = [self.actor(**{name: rows[i] for name, rows in batches.items()}) for i in range(count)]
+        return [ray.put(found[: count // 2]), ray.put(found[count // 2 :])]
 
 
 def settings(given, estimator, kl, loss="ppo"):
@@ -37,6 +59,7 @@ def settings(given, estimator, kl, loss="ppo"):
         ),
         train=SimpleNamespace(dynamic_batch_enable=False),
         actor=SimpleNamespace(policy_loss_type=loss),
+        ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=1),
     )
 
 
@@ -78,8 +101,10 @@ def advantages(given, estimator="group_norm", kl=0.0, loss="ppo"):
     from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
     strategy = SimpleNamespace(args=settings(given, estimator, kl, loss))
-    tokenizer = SimpleNamespace(pad_token_id=0)
-    maker = sys.modules[MAKER].RemoteExperienceMaker(None, None, None, None, FixedKLController(kl), strategy, tokenizer)
+    tokenizer, group = SimpleNamespace(pad_token_id=0), None
+    if "model" in given:
+        tokenizer, group = AutoTokenizer.from_pretrained(given["model"]), Group(given["model"], given["temperature"])
+    maker = sys.modules[MAKER].RemoteExperienceMaker(group, *[None] * 3, FixedKLController(kl), strategy, tokenizer)
     rows = {}
     for part in maker.compute_advantages_and_returns(
         maker.split_rollout_samples(samples_of(given, estimator == "gae"))
@@ -148,6 +173,15 @@ def main():
     environment = {"worker_process_setup_hook": "creditgraph.adapters.openrlhf.install", "env_vars": variables}
     os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": environment})
     start_ray(runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "true"}})  # as OpenRLHF starts it
+    os.environ |= {
+        "CREDITGRAPH_GRAPH": " ".join(["recipe=toy_rredcot", *given["own"]["settings"]]),
+        "CREDITGRAPH_LOSS": "false",
+    }
+    sys.modules[MAKER].RemoteExperienceMaker = own[MAKER]["RemoteExperienceMaker"]
+    install()
+    out["by its workers"] = said(
+        lambda: advantages(given["asked"] | {"model": given["own"]["model"], "temperature": 0.7})
+    )
     out["in a worker"] = ray.get(ray.remote(in_a_worker).remote(given))
     Path(sys.argv[2]).write_text(json.dumps(out))
 

@@ -3,10 +3,11 @@
 python skyrl_hooks.py BATCH.json RESULT.json
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import ray
 import skyrl_gym
@@ -24,6 +25,7 @@ from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_te
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from transformers import AutoTokenizer
 
 from creditgraph.adapters.skyrl import CreditTrainer, check, register, register_all
 
@@ -95,6 +97,32 @@ def trainer_of(kind, name, step_wise=False):
     return trainer
 
 
+class Dispatch:
+    """Calls SkyRL's forward pass of its policy workers, and its model, in this process and on a CPU."""
+
+    def __init__(self, path, cfg):
+        # For packed rows, which need FlashAttention.
+        padding = ModuleType("flash_attn.bert_padding")
+        padding.pad_input = padding.unpad_input = None
+        sys.modules |= {"flash_attn": ModuleType("flash_attn"), padding.__name__: padding}
+        from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+        from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
+
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        worker = SimpleNamespace(cfg=cfg, model=HFModelWrapper(path, bf16=False))
+        worker._forward_micro_batch = functools.partial(PolicyWorkerBase._forward_micro_batch, worker)
+        self.pass_of = functools.partial(PolicyWorkerBase.forward, worker)
+
+    def get_lcm_dp_size(self):
+        """As of two replicas."""
+        return 2
+
+    def forward(self, model, data):
+        assert model == "policy"
+        assert len(data) % 2 == 0
+        return self.pass_of(data)
+
+
 class Lengths(BaseTextEnv):
     """Rewards a response by its length and the reference answer; with more than one turn to come it goes on."""
 
@@ -115,11 +143,11 @@ class Entries(list):
 
 
 def served(given):
-    """Advantages of graphs that ask SkyRL's servers, and refusals."""
+    """Advantages of graphs that ask SkyRL's workers or servers, and refusals."""
     skyrl_gym.register(id="lengths", entry_point=Lengths)
 
-    def advantages(name, graph="vineppo", temperature=0.0, turns=1, zero=False, together=False, other=False):
-        register(graph, *given["graphs"][graph], name=name)
+    def advantages(name, graph="vineppo", temperature=0.0, turns=1, zero=False, together=False, other=False, at=()):
+        register(graph, *given["graphs"][graph], *at, name=name)
         trainer = trainer_of(CreditTrainer, name)
         trainer.cfg.trainer.placement.colocate_all = together
         trainer.cfg.trainer.policy.model.path = "tiny"
@@ -128,6 +156,10 @@ def served(given):
         generator.sampling_params.temperature, generator.sampling_params.max_generate_length = temperature, 12
         check(trainer.cfg)
         trainer.inference_engine_client = SimpleNamespace(proxy_url=given["url"], server_urls=[given["url"]])
+        if graph != "vineppo" and not at:
+            trainer.cfg.trainer.algorithm.temperature = temperature
+            trainer.tokenizer = AutoTokenizer.from_pretrained(given["model"])
+            trainer.dispatch = Dispatch(given["model"], trainer.cfg.trainer)
         trainer.train_dataset = object.__new__(PromptDataset)
         trainer.train_dataset.prompt_key, trainer.train_dataset.env_class_key = "prompt", "env_class"
         entry = {"prompt": [{"role": "user", "content": "?"}], "env_class": "lengths"}
@@ -138,10 +170,10 @@ def served(given):
 
     cases = {
         "vineppo": {},
-        "rredcot": {"graph": "recipe=toy_rredcot", "temperature": 1.0},
+        "rredcot": {"graph": "recipe=toy_rredcot", "temperature": 0.7, "together": True},
         "zero": {"zero": True},
         "asleep": {"together": True},
-        "colder": {"graph": "recipe=toy_rredcot", "temperature": 0.5},
+        "colder": {"graph": "recipe=toy_rredcot", "temperature": 0.5, "at": given["where"]},
         "goes on": {"turns": 2},
         "another dataset": {"other": True},
     }

@@ -10,6 +10,7 @@ import torch
 
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
+from creditgraph.components.models.load import resolve_model_path
 from creditgraph.pipeline import ROOT
 from tests.adapters import asked, slow
 from tests.adapters.tiny_server import tiny_server
@@ -72,7 +73,8 @@ def found(batch, tmp_path_factory):
         folder = tmp_path_factory.mktemp("openrlhf")
         where = [f"--endpoint={server.url}/v1", "--model=tiny"]
         own = {"vineppo": asked.settings_of(folder)} | asked.SCORED
-        return hooked(batch | {"ask": {name: [*settings, *where] for name, settings in own.items()}}, folder)
+        model = {"own": {"model": resolve_model_path("tiny"), "settings": asked.SCORED["recipe=toy_rredcot"]}}
+        return hooked(batch | model | {"ask": {name: [*settings, *where] for name, settings in own.items()}}, folder)
 
 
 def hooked(batch, folder):
@@ -84,13 +86,15 @@ def hooked(batch, folder):
     return json.loads((folder / "out.json").read_text())
 
 
-def test_a_graph_continues_responses_at_a_server(found, policy, tmp_path):
+def test_a_graph_asks_a_server_or_the_workers(found, policy, tmp_path):
     check(found["vineppo asks"], asked.expected(tmp_path, policy).tolist())
     given = {"logprobs": torch.tensor(asked.LOGPROBS), "answers": ["4", "4"]}
     for name, settings in asked.SCORED.items():
         expected = asked.advantages(CreditGraph(name, *settings, policy=policy), **given)
         assert len(set(expected.flatten().tolist())) > 3
         check(found[f"{name} asks"], expected.tolist(), 1e-5)
+    graph = CreditGraph("recipe=toy_rredcot", *asked.SCORED["recipe=toy_rredcot"], policy=policy)
+    check(found["by its workers"], asked.advantages(graph, temperature=0.7, **given).tolist(), 1e-5)
     assert "it reads texts with the model, but the prompts have images" in found["images"]
     assert "servers give log-probs at temperature 1, but this trainer samples at 0.5" in found["colder"]
 

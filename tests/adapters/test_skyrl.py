@@ -11,6 +11,7 @@ import torch
 from creditgraph.adapters.estimator import Loss
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.rows import Rollouts
+from creditgraph.components.models.load import resolve_model_path
 from creditgraph.pipeline import ROOT
 from tests.adapters import asked, slow
 from tests.adapters.tiny_server import tiny_server
@@ -97,6 +98,7 @@ def found(batch, tmp_path_factory):
         folder = tmp_path_factory.mktemp("skyrl")
         where = [f"--endpoint={server.url}/v1", "--model=tiny"]
         served = {"url": server.url, "graphs": GRAPHS, "batch": batch["asked"] | {"uid": ["0", "0"]}}
+        served |= {"where": where, "model": resolve_model_path("tiny")}
         teacher = [*asked.SCORED["distill"], *where]
         given = batch | {"settings": [*asked.settings_of(folder), *where], "served": served, "teacher": teacher}
         out = hooked(given, folder)
@@ -126,13 +128,14 @@ def test_a_teacher_at_a_server_judges_the_tokens_by_skyrls_log_probs(found, poli
 
 
 @pytest.mark.slow
-def test_skyrls_own_servers_are_asked_and_its_environments_reward(found, policy, tmp_path):
+def test_skyrls_own_workers_and_servers_are_asked_and_its_environments_reward(found, policy, tmp_path):
     of = found["served"]
     (tmp_path / "mine.py").write_text("def reward(response):\n    return len(response.rstrip()) % 7 / 16 + 0.5\n")
     sampled = ["value.temperature=0", "value.max_tokens=12", "verifier.use=verifier.function"]
     settings = {"vineppo": [*sampled, f"verifier.function={tmp_path / 'mine.py'}:reward"], "recipe=toy_rredcot": []}
     for (graph, further), name in zip(settings.items(), ("vineppo", "rredcot"), strict=True):
-        expected = asked.advantages(CreditGraph(graph, *GRAPHS[graph], *further, policy=policy), answers=["4", "4"])
+        rows = {"answers": ["4", "4"], "temperature": 0.7 if name == "rredcot" else 1.0}
+        expected = asked.advantages(CreditGraph(graph, *GRAPHS[graph], *further, policy=policy), **rows)
         assert len(set(expected.flatten().tolist())) > 3
         torch.testing.assert_close(torch.tensor(of[name])[:2], expected, atol=1e-5, rtol=1e-5)
     asked_as = [body for body in found["requests"] if body.get("min_tokens") == 1]  # as SkyRL's own requests

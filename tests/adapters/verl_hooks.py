@@ -26,7 +26,7 @@ from verl_cpu import workers
 
 from creditgraph.adapters.verl import register
 from creditgraph.adapters.verl_servers import attach
-from creditgraph.adapters.verl_workers import WorkerPolicy
+from creditgraph.adapters.verl_workers import VerlPolicy
 from creditgraph.pipeline.core.jagged import Jagged
 
 OTHERS = ("uid", "data_source", "reward_model", "extra_info", "multi_modal_inputs")
@@ -112,7 +112,7 @@ def scored(given, keys):
     assert RayPPOTrainer.fit.__wrapped__  # lends the model, as this does
     attach(ADV_ESTIMATOR_REGISTRY["of a batch"], trainer)
     texts = [Jagged.from_rows(rows, torch.int32) for rows in given["texts"]]
-    ours = WorkerPolicy(trainer).score(*texts, temperature=0.7)
+    ours = VerlPolicy(trainer).score(*texts, temperature=0.7)
     rows = [ours.logprobs.to_lists(), ours.entropies.to_lists()]
     queue = of_queue("of a queue", keys, temperature=0.7, workers=lent, tokenizer=tokenizer)["advantages"]
     return {"texts": rows, "credit": [queue, of_batch("of a batch", given["columns"])]}
