@@ -21,8 +21,13 @@ def main() -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """Ends the process of a command that has returned: Python would take seconds to collect what was imported."""
-    if codes:
+    """Ends the process of a command that has returned: Python would take seconds to collect what was imported.
+
+    Profilers of GPUs and tools that trace lines write what they have at Python's own end, so it stays there.
+    """
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    if codes and not on_gpu and sys.gettrace() is None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

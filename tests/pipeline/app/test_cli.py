@@ -405,3 +405,19 @@ def test_a_missing_gpu_is_a_sentence(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main([*toy(tmp_path), "run.device=cuda"]) == 2
     assert "torch sees no CUDA device here" in errors(capsys)
+
+
+@pytest.mark.parametrize(("traced", "expected"), [(False, ""), (True, "own end\n")])
+def test_a_command_ends_before_python_collects_unless_something_traces_it(traced, expected):
+    code = f"""
+import atexit, sys
+atexit.register(print, "own end")  # before the command's, so called after it
+if {traced}:
+    sys.settrace(lambda *_: None)
+from creditgraph.__main__ import main
+from creditgraph.pipeline.app import cli
+cli.main = lambda: atexit.register(print, "handler of the command") and 2
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "handler of the command\n" + expected, "")
