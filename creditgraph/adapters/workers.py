@@ -58,7 +58,7 @@ class WorkerPolicy(Policy):
             raise RunError(
                 f"{self.name}'s workers: asked for {top} further tokens, which they do not give. Choose another graph."
             )
-        if temperature != (self.temperature or temperature):
+        if self.temperature not in (None, temperature):
             raise RunError(
                 f"{self.name}'s workers: asked for log-probs at temperature {temperature:g}, but they give those at "
                 f"{self.temperature:g}."
