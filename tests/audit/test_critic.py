@@ -1,5 +1,7 @@
 """Functions that take values: right GAE has no false alarm, and each error of it is found and named."""
 
+import functools
+
 import critic_bugs
 import pytest
 
@@ -10,6 +12,7 @@ from creditgraph.pipeline.app.audit.problems import PROBLEMS
 from creditgraph.pipeline.app.audit.targets import advantage_function
 
 
+@functools.cache
 def of(function):
     return run_checks(advantage_function(function, function.__name__, {}, {}), of_advantages())
 

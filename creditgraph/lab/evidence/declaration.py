@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import yaml
-
 from creditgraph.lab.bench.curves import Axis
 from creditgraph.lab.bench.methods import Method
 from creditgraph.pipeline.app.progress import ACCURACY
 from creditgraph.pipeline.core.errors import ConfigError, did_you_mean
 from creditgraph.pipeline.core.settings import build_config
+from creditgraph.pipeline.run.compose.choices import read_yaml
 
 T = TypeVar("T")
 Source = Literal["from the paper's text", "from the authors' release", "second-hand", "our reading", "ours"]
@@ -259,13 +258,7 @@ class Declaration:
 
 def read_declaration(path: Path) -> Declaration:
     """Reads and checks a declaration; all mistakes of the YAML in one ConfigError."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as YAML ({error}). Name a declaration of cells and claims."
-        ) from error
-    result, problems = build_config(Declaration, values, path.name)
+    result, problems = build_config(Declaration, read_yaml(path), path.name)
     if problems:
         raise ConfigError("\n".join(problems))
     return result  # type: ignore[no-any-return]

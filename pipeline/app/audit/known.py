@@ -9,6 +9,7 @@ import yaml
 
 from creditgraph.pipeline.app.audit.audit import Result, known_names
 from creditgraph.pipeline.app.audit.targets import AuditError
+from creditgraph.pipeline.run.compose.choices import load_yaml
 
 Known = Mapping[str, Mapping[str, str]]
 
@@ -22,7 +23,7 @@ def read_known(path: Path) -> Known:
     if not path.exists():
         raise AuditError(f"--known {path}: no such file.")
     try:
-        held = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        held = load_yaml(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise AuditError(f"--known {path}: is no YAML: {error}") from error
     if not isinstance(held, dict):

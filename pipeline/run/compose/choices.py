@@ -40,11 +40,26 @@ def list_groups(dirs: Sequence[Path]) -> set[str]:
     return {p.name for d in dirs for p in d.iterdir() if p.is_dir() and any(p.glob("*.yaml"))}
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that stands twice, of which YAML alone keeps the last without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"twice: {', '.join(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+
+def load_yaml(text: str) -> Any:
+    """The values of a text; raises yaml.YAMLError, also for a key that stands twice."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """A YAML mapping, or a ConfigError with file and line."""
-
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        values = load_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {_first_lines(error)}") from error
     if not isinstance(values, dict):

@@ -552,7 +552,7 @@ def test_pairs_are_those_of_baselines_and_claims():
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("cells: [", "cannot be read as YAML"),
+        ("cells: [", r"d\.yaml: while parsing"),
         ("familys: {}", r"d.yaml.familys: unknown setting. Did you mean 'families'\?"),
         (
             "families: {}\ncells: {a: {title: t, family: x, regime: r, tokens: 1, methods: {m: {recipe: toy_grpo}}}}\n"
@@ -565,6 +565,7 @@ def test_pairs_are_those_of_baselines_and_claims():
             "k: {recipe: toy_grpo, baseline: n}}}}",
             "methods.k.baseline: expected one of m, got n",
         ),
+        ("families: {}\ncells: {}\nclaims: {}\ncells: {}\n", "twice: cells"),
     ],
 )
 def test_mistakes_in_a_declaration_are_named(tmp_path, text, found):

@@ -6,6 +6,7 @@ import pytest
 
 from creditgraph.pipeline.app.cli import main
 from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.run.compose.choices import read_yaml
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 NAMES = [
@@ -214,3 +215,15 @@ def test_a_broken_file_spoils_no_other_recipe_of_its_folder(tmp_path):
 def test_a_path_beside_a_source_that_reads_none_is_refused():
     with pytest.raises(GraphError, match=r"data.train: path '/nonexistent' would be ignored: source 'chains' makes"):
         build_experiment(compose(["recipe=toy_grpo", "data.train.path=/nonexistent"]))
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: {c: 1}\na: 2\n", "b: {a: 1, c: 2, a: 3}\n"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.yaml: twice: a\n.*line 1"):
+        read_yaml(tmp_path / "mine.yaml")
+
+
+def test_a_key_may_replace_one_of_a_merged_mapping(tmp_path):
+    (tmp_path / "mine.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n")
+    assert read_yaml(tmp_path / "mine.yaml")["b"] == {"x": 3, "y": 2}
