@@ -99,7 +99,7 @@ def test_a_file_of_known_failures_lets_only_new_ones_fail(tmp_path, capsys):
         ("a: other_groups\n", "a: expected {check: reason} or a list, got 'other_groups'"),
         ("a: [other_group]\n", "no such check. Did you mean 'other_groups'?"),
         ("a: [\n", "is no YAML"),
-        ("a: [copies]\nb: [copies]\na: [no_signal]\n", "twice: a"),
+        ("a: [copies]\nb: [copies]\na: [no_signal]\n", "found duplicate key a"),
     ],
 )
 def test_a_wrong_file_of_known_failures_gets_one_sentence(tmp_path, capsys, text, sentence):

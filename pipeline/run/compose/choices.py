@@ -41,13 +41,15 @@ def list_groups(dirs: Sequence[Path]) -> set[str]:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses a key that stands twice, of which YAML alone keeps the last without a word."""
+    """Refuses a key that stands twice, as hydra's does; YAML alone keeps the last one without a word."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"twice: {', '.join(twice)}", node.start_mark)
+        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names: set[str] = set()
+        for key in scalars:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
+            names.add(key.value)
         return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
 
 

@@ -565,7 +565,7 @@ def test_pairs_are_those_of_baselines_and_claims():
             "k: {recipe: toy_grpo, baseline: n}}}}",
             "methods.k.baseline: expected one of m, got n",
         ),
-        ("families: {}\ncells: {}\nclaims: {}\ncells: {}\n", "twice: cells"),
+        ("families: {}\ncells: {}\nclaims: {}\ncells: {}\n", "found duplicate key cells"),
     ],
 )
 def test_mistakes_in_a_declaration_are_named(tmp_path, text, found):
