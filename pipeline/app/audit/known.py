@@ -18,14 +18,12 @@ def read_known(path: Path) -> Known:
     """Target → check → why its failure is known, of a YAML file.
 
     Raises:
-        AuditError: there is no such file, it is of another form, or names a check that there is not.
+        AuditError: the file cannot be read, is of another form, or names a check that there is not.
     """
-    if not path.exists():
-        raise AuditError(f"--known {path}: no such file.")
     try:
         held = load_yaml(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise AuditError(f"--known {path}: is no YAML: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise AuditError(f"--known {path}: cannot be read: {error}") from error
     if not isinstance(held, dict):
         raise AuditError(f"--known {path}: expected target: {{check: reason}}, got {type(held).__name__}.")
     out: dict[str, dict[str, str]] = {}
