@@ -23,7 +23,7 @@ from creditgraph.adapters.rows import Rollouts, stacked
 from creditgraph.pipeline.core.errors import ConfigError
 
 TESTED = ("1.0.4",)
-READ = ("loss_mask", "tot_rewards", "input_ids", "values")
+READ = ("loss_mask", "tot_rewards", "input_ids", "logprobs", "values")
 
 
 class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
@@ -42,13 +42,14 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
     def __init__(self, config: Any, *args: Any, credit: CreditGraph | str, **kwargs: Any) -> None:
         check_version("areal", TESTED)
         self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
-        self.credit.check_given(values=config.critic is not None)
+        self.credit.check_given(values=config.critic is not None, logprobs=True)
         self._check(config)
         super().__init__(config, *args, **kwargs)
 
     def _check(self, config: Any) -> None:
         """Raises ConfigError for settings with which the graph would credit something else than it seems to."""
         place = f"graph '{self.credit.name}'"
+        self.credit.sampled_at(config.gconfig.temperature)
         check_off(config.actor, {"reward_norm": None, "adv_norm": None}, place, "AReaL")
         if config.actor.kl_ctl > 0 and config.ref is None:
             raise ConfigError(
@@ -92,6 +93,7 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
                 # A place of the loss mask is that of the token after it.
                 tokens=stacked([group["input_ids"].roll(-1, 1) for group in groups]),
                 prompts=[row[:1].tolist() for group in groups for row in group["input_ids"]],
+                logprobs=stacked([group["logprobs"] for group in groups]),
                 values=stacked([group["values"] for group in groups]) if "values" in groups[0] else None,
             ),
             by_response="importance_sampling_level=sequence" if level == "sequence" else "",

@@ -56,14 +56,13 @@ class CreditGraph(HostedGraph):
 
     Args:
         graph: a file of configs/graph without its ending, or "recipe=NAME".
-        overrides: settings, as on the command line; "--config-dir=FOLDER" adds a folder with graphs of one's own, and
-            "--record=FILE" writes the first groups of each batch with their credit, for `creditgraph import`,
-            "--right-above=NUMBER" says which rewards are those of right responses, by default those above 0, and
-            "--endpoint=URL", maybe with "--model=NAME", names a server that is asked, by a key in OPENAI_API_KEY (see
-            `adapters.endpoint.EndpointPolicy`).
+        overrides: settings, as on the command line, among them run.seed for the key of random draws.
+            "--config-dir=FOLDER" adds a folder with graphs of one's own, "--record=FILE" writes the first groups of
+            each batch with their credit, for `creditgraph import`, "--right-above=NUMBER" says which rewards are those
+            of right responses, by default those above 0, and "--endpoint=URL", maybe with "--model=NAME", names a
+            server that is asked, by a key in OPENAI_API_KEY (see `adapters.endpoint.EndpointPolicy`).
         policy: scores and continues texts, for methods that need it, in the place of an endpoint. A trainer whose own
             model does that gives it later (`attach`).
-        seed: key of random draws.
 
     Attributes (further ones are those of `HostedGraph`):
         right_above: rewards above it are those of right responses.
@@ -73,7 +72,7 @@ class CreditGraph(HostedGraph):
         ConfigError: there is no such graph, or it needs responses or models that no trainer gives.
     """
 
-    def __init__(self, graph: str, *overrides: str, policy: Policy | None = None, seed: int = 0) -> None:
+    def __init__(self, graph: str, *overrides: str, policy: Policy | None = None) -> None:
         self.metrics: dict[str, float] = {}
         given: dict[str, list[str]] = {name: [] for name in (FOLDER, OPTION, RIGHT, ENDPOINT, MODEL)}
         settings: list[str] = []
@@ -97,7 +96,7 @@ class CreditGraph(HostedGraph):
             key = os.environ.get("OPENAI_API_KEY", "")
             policy = served = EndpointPolicy(given[ENDPOINT][-1], ["", *given[MODEL]][-1], key=key)
         super().__init__(graph, settings, policy, records=bool(given[OPTION]))
-        self._chosen, self._seed = (graph if "=" in graph else f"graph={graph}", folders), seed
+        self._chosen = (graph if "=" in graph else f"graph={graph}", folders)
         self._own_policy = policy
         self._iteration = 0
         self._record = Record(Path(given[OPTION][-1])) if given[OPTION] else None
@@ -111,7 +110,7 @@ class CreditGraph(HostedGraph):
 
     def _start(self, *more: str) -> None:
         self.build(*self._chosen, *more)
-        self._session = HostedSession(self._experiment, seed=self._seed)
+        self._session = HostedSession(self._experiment)
         self._session.gives = self.gives
 
     def attach(

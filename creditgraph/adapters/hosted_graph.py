@@ -111,13 +111,14 @@ class HostedGraph:
         for setting in self._settings:
             name, _, field = setting.partition("=")[0].lstrip("+~").partition(".")
             idle = name not in self.nodes and any(name == node.name for node in self._graph.nodes)
+            idle |= name == "run" and field != "seed"
             splits = self._split and field == "mode" and name == sampler
             named = field == "model" and self.policy is not None  # a teacher's, which the policy serves
             # Another component, or other wires, may change which nodes run.
             if idle and not splits and not named and field.split(".")[0] not in ("use", "in", "objective"):
                 raise ConfigError(
                     f"{place}: {setting} has no effect here, where another trainer samples, rewards and learns. "
-                    f"Expected a setting of {', '.join(self.nodes)} or learner.objective."
+                    f"Expected a setting of {', '.join(self.nodes)} or learner.objective, or run.seed."
                 )
         for node in self._running_nodes():
             if node.cls.placement == "collective" and node.use != CRITIC:

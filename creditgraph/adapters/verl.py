@@ -248,7 +248,7 @@ _wrap(
     (f"{TRAINER}.ray_trainer", f"{TRAINER}.v1.utils", "verl.experimental.separation.ray_trainer"),
 )
 _wrap("compute_advantage_for_multi_trajectories", by_sessions, (f"{TRAINER}.v1.utils", f"{TRAINER}.v1.trainer_base"))
-on_import(f"{TRAINER}.v1.trainer_base", _lend("PPOTrainer", "_compute_advantage"))
+on_import(f"{TRAINER}.v1.trainer_base", _lend("PPOTrainer", "fit"))
 on_import(f"{TRAINER}.ray_trainer", _lend("RayPPOTrainer", "fit"))
 on_import("verl.experimental.separation.ray_trainer", _lend("SeparateRayPPOTrainer", "_fit_compute_advantage"))
 POLICY_LOSS_REGISTRY["geo_mean"] = of_whole_responses(POLICY_LOSS_REGISTRY["geo_mean"])

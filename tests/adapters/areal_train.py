@@ -1,9 +1,9 @@
 """Trains the embedded model with AReaL: its trainer, controller and two FSDP workers; runs in .venv-verl.
 
-    python areal_train.py MODEL_DIR FOLDER
+    python areal_train.py MODEL_DIR FOLDER URL
 
 Only generation is not by AReaL: its servers need a GPU, so a stand-in returns fixed rows, and new weights stay where
-they are. Writes FOLDER/results.json.
+they are. A teacher answers at URL. Writes FOLDER/results.json.
 """
 
 import json
@@ -149,7 +149,7 @@ def refused(build):
     return "none"
 
 
-def main(model, folder):
+def main(model, folder, url):
     data = [{"messages": []}] * 4
     centred = cli.NormConfig(mean_level="group", std_level=None, group_size=4)
     results = {}
@@ -161,15 +161,21 @@ def main(model, folder):
         # Groups of several sizes, which AReaL's stride cannot have.
         trainer.credit, trainer.rollout.sizes = CreditGraph("gigpo", "advantage.omega=0.5"), [3, 5, 4, 2]
         results["gigpo"] = step(trainer)
+        trainer.credit = taught = CreditGraph("distill", "model=tiny", "teacher.model=tiny", f"--endpoint={url}")
+        results["distill"] = step(trainer)
+        trainer.credit = CreditGraph("gigpo")
         config.actor.importance_sampling_level = "sequence"
         results["sequence"] = refused(lambda: step(trainer))
         results["agent"] = refused(lambda: trainer.train(lambda data: None))
     for name, actor in (("norms", {"reward_norm": centred, "adv_norm": centred}), ("kl", {"kl_ctl": 0.1})):
         other = config_of(model, folder, name, **actor)
         results[name] = refused(lambda other=other: CreditPPOTrainer(other, data, credit="grpo"))
+    other = config_of(model, folder, "hot")
+    other.gconfig.temperature = 0.7
+    results["hot"] = refused(lambda: CreditPPOTrainer(other, data, credit=taught))
     results["critic"] = refused(lambda: CreditPPOTrainer(config, data, credit="ppo"))
     (folder / "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

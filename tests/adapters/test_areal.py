@@ -10,7 +10,9 @@ import torch
 
 from creditgraph.components.models.load import resolve_model_path
 from creditgraph.pipeline import ROOT
+from creditgraph.pipeline.core.jagged import Jagged
 from tests.adapters import slow
+from tests.adapters.tiny_server import tiny_server
 
 PYTHON = ROOT.parent / ".venv-verl/bin/python"
 pytestmark = [
@@ -26,9 +28,10 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("areal")
     command = [PYTHON, Path(__file__).parent / "areal_train.py", resolve_model_path("tiny"), folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1200
-    )
+    with tiny_server() as server:
+        done = subprocess.run(
+            [*command, f"{server.url}/v1"], cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((folder / "results.json").read_text())
     results["log"] = next((folder / "grpo/logs").rglob("actor.log")).read_text()
@@ -64,10 +67,24 @@ def test_each_token_is_trained_with_its_own_advantage(trained):
     assert len({len(item["loss_mask"]) for item in seen}) > 1
 
 
+def test_a_teacher_reads_the_log_probs_of_the_servers(trained, policy):
+    for item in trained["distill"]["seen"]:
+        rows = zip(
+            *(item[k] for k in ("input_ids", "attention_mask", "loss_mask", "logprobs", "advantages")), strict=True
+        )
+        for ids, read, mask, old, advantages in rows:
+            tokens = ids[: sum(read)]
+            first, rest = (Jagged.from_rows([x], torch.int32) for x in (tokens[:1], tokens[1:]))
+            teacher = policy.score(first, rest).logprobs.to_lists()[0]
+            expected = [m and t - o for t, o, m in zip(teacher, old, mask, strict=False)]
+            assert sum(mask) == sum(mask[: len(expected)]) > 3
+            assert advantages[: len(expected)] == pytest.approx(expected, abs=1e-5)
+
+
 def test_nothing_stays_in_the_stores_of_the_workers(trained):
     cleared = [line for line in trained["log"].splitlines() if "Cleared" in line]
-    assert len(cleared) == 8  # of two steps and two workers: what the graph replaced, then the batch
-    assert all("'num_tensors': 0" in line for line in cleared[2:4] + cleared[6:])
+    assert len(cleared) == 12  # of three steps and two workers: what the graph replaced, then the batch
+    assert all("'num_tensors': 0" in line for i, line in enumerate(cleared) if i % 4 > 1)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +94,7 @@ def test_nothing_stays_in_the_stores_of_the_workers(trained):
         ("norms", ", adv_norm="),
         ("sequence", "differs within responses, but with importance_sampling_level=sequence"),
         ("kl", "AReaL adds that times the log-prob of each token to the rewards. Set actor.kl_ctl=0, or give ref."),
+        ("hot", "servers give log-probs at temperature 1, but this trainer samples at 0.7"),
         ("critic", "it reads values, but the trainer gives none"),
         ("agent", "each turn of an agent is a row without its episode. Set it to concat."),
     ],

@@ -96,15 +96,29 @@ class Counts(Verifier):
         return Rewards(uid=trajectories.uid, value=value, correct=value > 0.25, valid=valid, detail=[""] * len(value))
 
 
-def test_a_graph_makes_its_rows_with_a_policy_and_a_verifier():
+def _resets(seed):
     split = ["sampler.group_size=4", "sampler.split=1x2", "expander.suffixes=2"]
     modes = ["sampler.mode=line", "expander.mode=line"]
-    graph = CreditGraph("rrpo", *split, *modes, "model.path=tiny", seed=1)
+    graph = CreditGraph("rrpo", *split, *modes, "model.path=tiny", f"run.seed={seed}")
     assert graph.makes_rows
     graph.attach(Lines(), Counts(), temperature=0.7, max_tokens=6)
     problems = Prompts(
         uid=torch.tensor([0]), tokens=Jagged.from_rows([[3]], torch.int32), text=["c"], answer=[""], metadata=[{}]
     )
+    return graph, problems
+
+
+def test_random_draws_are_those_of_the_seed():
+    def drawn(seed):
+        graph, problems = _resets(seed)
+        return [graph.rows(problems)[0].inherited[2].item() for _ in range(6)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_a_graph_makes_its_rows_with_a_policy_and_a_verifier():
+    graph, problems = _resets(1)
     found = set()
     for _ in range(6):
         rows, credit = graph.rows(problems)

@@ -241,6 +241,7 @@ def test_every_shipped_graph_credits_or_says_what_it_lacks():
             ["grpo", "learner.minibatches=4"],
             r"learner.minibatches=4 has no effect .* Expected a setting of advantage or learner",
         ),
+        (["rrpo", "run.device=cuda"], "run.device=cuda has no effect here"),
         (["rlsd", "model.path=tiny"], "advantage.self_teacher shows reference solutions, which no trainer gives"),
         (["prime"], r"graph 'prime': value.implicit trains a model of its own"),
         (["vineppo"], r"segmenter.thought reads where thoughts end"),

@@ -24,7 +24,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.config import FSDPActorConfig
 from verl_cpu import workers
 
-from creditgraph.adapters.verl import register
+from creditgraph.adapters.verl import register, with_model
 from creditgraph.adapters.verl_servers import attach
 from creditgraph.adapters.verl_workers import VerlPolicy
 from creditgraph.pipeline.core.jagged import Jagged
@@ -60,8 +60,8 @@ def settings(name, temperature, **reward):
     )
 
 
-def of_queue(name, keys, servers=(), temperature=1.0, workers=None, tokenizer=None, **reward):
-    """The step of verl's trainer from rewards to advantages; what it puts into the queue, without padding."""
+def trainer_of(name, servers=(), temperature=1.0, workers=None, tokenizer=None, **reward):
+    """verl's trainer with as much as its step to advantages reads."""
     concrete = type("Trainer", (PPOTrainer,), {})
     concrete.__abstractmethods__ = frozenset()
     trainer = object.__new__(concrete)
@@ -69,7 +69,15 @@ def of_queue(name, keys, servers=(), temperature=1.0, workers=None, tokenizer=No
     trainer.tokenizer = tokenizer
     if servers:
         trainer.standalone_server_manager = SimpleNamespace(server_addresses=list(servers))
-    trainer._compute_advantage(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
+    return trainer
+
+
+def of_queue(name, keys, *args, **given):
+    """The step of verl's trainer from rewards to advantages; what it puts into the queue, without padding."""
+    trainer = trainer_of(name, *args, **given)
+    assert PPOTrainer.fit.__wrapped__  # lends the model, as this does
+    step = with_model(PPOTrainer._compute_advantage)
+    step(trainer, KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
     names = ["advantages", "returns"]
     found = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=names)
     return {column: [row.tolist() for row in found[column].unbind()] for column in names}
@@ -136,10 +144,11 @@ def asked(given):
     # The trainer's own servers, and verl's rewards.
     register("vineppo", *given["served"], name="served")
     out["scored"] = scored(given, keys)
-    out["asleep"] = said(lambda: of_queue("served", keys))
     model = {"reward_model": {"enable": True}}
-    out["of a model"] = said(lambda: of_queue("served", keys, given["servers"], **model))
-    out["colder"] = said(lambda: of_queue("asks distill", keys, temperature=0.5))
+    # Before the first batch.
+    out["asleep"] = said(lambda: trainer_of("served").fit(None))
+    out["of a model"] = said(lambda: trainer_of("served", given["servers"], **model).fit(None))
+    out["colder"] = said(lambda: trainer_of("asks distill", temperature=0.5).fit(None))
     out["served"] = of_queue("served", keys, given["servers"], temperature=0.0)["advantages"]
     register("vineppo", *given["served"], name="custom")
     custom = {"custom_reward_function": {"path": given["function"], "name": "score"}}
