@@ -8,7 +8,7 @@ import time
 from importlib import import_module
 
 import pytest
-from slurm_jobs import CPU_NODE, Slurm, digest, iterations_done, last_line, metrics, processes
+from slurm_jobs import CPU_NODE, Slurm, digest, iterations_done, last_line, metrics, processes, stopping
 
 from creditgraph.pipeline.app.cli import main
 
@@ -47,14 +47,6 @@ def whole(tmp_path_factory):
     return digest(folder / "two ranks", ITERATIONS)
 
 
-def stopping(run, job, start):
-    """Whether both ranks have received the signal to stop."""
-    lines = [
-        line for log in (run / "logs").glob(f"learner-{job}-{start}-*.log") for line in log.read_text().splitlines()
-    ]
-    return {line.partition(":")[0] for line in lines if "finishing this iteration and saving" in line} == {"0", "1"}
-
-
 def refuses_a_second_job(slurm: Slurm, run, job, command, folder):
     """Neither a second submission nor the script itself brings a second job into the run directory."""
     again = slurm.creditgraph(*command, cwd=folder, check=False)
@@ -80,7 +72,7 @@ def test_preempted_killed_a_node_lost_and_the_first_node_lost_end_with_the_same_
     # Preempted anywhere in an iteration: both ranks save, and the script's job is back in the queue.
     time.sleep(dice.random())
     slurm.call("scontrol", "requeue", job)
-    slurm.wait("both ranks received the signal", lambda: stopping(run, job, 0), run)
+    slurm.wait("both ranks received the signal", lambda: stopping(run, job) == {"0", "1"}, run)
     gate(5)
     slurm.requeued(job, 1)
     slurm.wait("five iterations", lambda: iterations_done(run) == 5, run)

@@ -5,7 +5,7 @@ import os
 import subprocess
 
 import pytest
-from slurm_jobs import CPU_NODE, ROOT, digest, iterations_done, last_line, metrics
+from slurm_jobs import CPU_NODE, ROOT, digest, iterations_done, last_line, metrics, stopping
 
 from creditgraph.pipeline.app.cli import main
 
@@ -118,6 +118,7 @@ def test_where_requeue_is_off_the_next_of_a_chain_goes_on(slurm, folder, gate):
     first, second = json.loads((run / "job.json").read_text())["jobs"]
     slurm.wait("one iteration", lambda: iterations_done(run) == 1, run)
     slurm.call("scancel", "--signal=USR1", "--batch", first)
+    slurm.wait("the signal", lambda: stopping(run, first) == {"0"}, run)  # else the run may be over before it
     gate(1 << 20)
     slurm.wait("the first job's end", lambda: slurm.state(first)["JobState"] == "FAILED")
     said = last_line(run / "logs" / f"job-{first}.log")

@@ -118,6 +118,12 @@ def processes(job, *variables):
     return pids
 
 
+def stopping(run, job):
+    """Ranks of the first start of a job's learner that have received the signal to stop."""
+    lines = [line for log in (run / "logs").glob(f"learner-{job}-0-*.log") for line in log.read_text().splitlines()]
+    return {line.partition(":")[0] for line in lines if "finishing this iteration and saving" in line}
+
+
 def iterations_done(run):
     """Iterations in a run's metrics."""
     path = run / "metrics.jsonl"
