@@ -73,9 +73,9 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_lines(fleet):
 
 def test_a_server_that_does_not_get_ready_is_reported(fleet):
     with pytest.raises(
-        RunError, match=r"ready within 1 s, got no response .*Raise engine.pool.start_seconds(.|\n)*loading the model"
+        RunError, match=r"ready within 4 s, got no response .*Raise engine.pool.start_seconds(.|\n)*loading the model"
     ):
-        fleet(1, options=["--startup", "hang"], start_seconds=1.0)
+        fleet(1, options=["--startup", "hang"], start_seconds=4.0)
 
 
 def test_a_stopped_server_costs_only_time(fleet):
