@@ -27,11 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--only-device", action="store_true", help="only tests that take the fixture `device`")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """With --doctest-modules, pytest would import every helper too, and with them Megatron."""
-    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
-
-
 # Tests of real processes meet ports, kernels and schedulers that other programs share.
 # One that fails is run once more, and the summary names it (R).
 REAL_PROCESSES = (
@@ -47,16 +42,25 @@ REAL_PROCESSES = (
 )
 # Not of the fast tier (tools/test --fast) either: they start processes, compile the site, or train for seconds.
 SLOW_FILES = (
+    "adapters/test_endpoint.py",
+    "adapters/test_values.py",
     "audit/test_bugs.py",
     "audit/test_command.py",
+    "audit/test_critic.py",
+    "audit/test_designs.py",
     "audit/test_ours.py",
+    "audit/test_second_set.py",
     "components/advantage/teachers/test_teacher.py",
     "components/advantage/test_turn_bias.py",
+    "components/environment/test_openenv.py",
     "components/environment/test_verifiers.py",
     "components/learner/hf/test_critic.py",
     "components/learner/hf/test_sharding.py",
     "components/sampler/test_carry",
     "components/sampler/test_environment.py",
+    "components/test_with_model.py",
+    "components/value/test_process_reward.py",
+    "components/verifier/test_base.py",
     "components/verifier/test_macos.py",
     "components/verifier/test_master_keys.py",
     "components/verifier/test_math.py",
@@ -65,21 +69,37 @@ SLOW_FILES = (
     "lab",
     "pipeline/app/report/test_browser",
     "pipeline/app/test_cli.py",
+    "pipeline/app/test_completion.py",
     "pipeline/app/test_environment_check.py",
     "pipeline/app/test_export.py",
     "pipeline/app/test_full_size_recipes.py",
     "pipeline/app/test_new.py",
+    "pipeline/app/test_notebook.py",
+    "pipeline/app/test_overview.py",
+    "pipeline/app/test_preview.py",
     "pipeline/app/test_settings_mistakes.py",
     "pipeline/app/test_signal_watch.py",
     "pipeline/app/test_trackers.py",
     "pipeline/app/test_trial.py",
+    "pipeline/app/test_words.py",
     "pipeline/core/test_contract.py",
+    "pipeline/core/test_errors.py",
     "pipeline/core/test_metric.py",
     "pipeline/run/test_kill_resume.py",
     "pipeline/run/test_remade.py",
+    "pipeline/run/test_secrets.py",
     "test_toy_training.py",
     "tools",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that need not be imported: helpers, of which --doctest-modules would run Megatron's, and what is slow."""
+    helper = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    left_out = config.option.markexpr == "not slow" and _within(collection_path, *REAL_PROCESSES, *SLOW_FILES)
+    return True if helper or left_out else None
+
+
 # Workers of pytest-xdist take groups and files in this order and then the others, so that the longest do not come last.
 LONGEST_FIRST = (
     "vllm servers",
@@ -97,24 +117,27 @@ LONGEST_FIRST = (
 )
 
 
+def _within(path: Path, *starts: str) -> bool:
+    """Whether a path below the folder of tests begins with one of these."""
+    return path.as_posix().removeprefix(HERE.as_posix() + "/").startswith(starts)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which writes groups into names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--only-device"):
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
-    here = Path(__file__).parent.as_posix()
     groups = []
     for item in items:
-        path = item.path.as_posix().removeprefix(here + "/")
-        if path.startswith(REAL_PROCESSES):
+        if _within(item.path, *REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
-        if path.startswith((*REAL_PROCESSES, *SLOW_FILES)):
+        if _within(item.path, *REAL_PROCESSES, *SLOW_FILES):
             item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("xdist_group")
         if mark is None:
             # One worker runs the tests of a file, which share fixtures.
-            mark = pytest.mark.xdist_group(path)
+            mark = pytest.mark.xdist_group(item.path.as_posix().removeprefix(HERE.as_posix() + "/"))
             item.add_marker(mark)
         groups.append(mark.args[0])
     first = {group: place for place, group in enumerate(LONGEST_FIRST)}

@@ -43,6 +43,7 @@ class CreditPPOTrainer(PPOTrainer):  # type: ignore[misc]
         check_version("areal", TESTED)
         self.credit = CreditGraph(credit) if isinstance(credit, str) else credit
         self.credit.check_given(values=config.critic is not None, logprobs=True)
+        self.credit.check_loss(False)
         self._check(config)
         super().__init__(config, *args, **kwargs)
 

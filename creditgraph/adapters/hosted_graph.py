@@ -7,6 +7,7 @@ from typing import Any
 
 from creditgraph.adapters.hosted import CRITIC, GIVEN, GIVEN_ROWLESS, given, given_kinds, needed, running
 from creditgraph.adapters.record import OPTION
+from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.components.rollouts.requests import SamplingSettings
 from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
@@ -207,6 +208,27 @@ class HostedGraph:
             )
         if not values and any(self._graph[w.source].use == CRITIC for w in self._wires()):
             raise ConfigError(f"{place}: it reads values, but the trainer gives none; see Rollouts.values.")
+
+    def check_loss(self, taken: bool, how: str = "Its loss runs in TRL, verl and `creditgraph train`.") -> None:
+        """Raises ConfigError where the trainer's own loss would leave out a setting, or all that a graph adds to GRPO.
+
+        Args:
+            taken: whether the loss is the graph's.
+            how: a sentence on how it becomes that.
+        """
+        if taken:
+            return
+        place = f"graph '{self.name}'"
+        for setting in self._settings:
+            if setting.startswith("learner.objective"):
+                raise ConfigError(f"{place}: {setting} has no effect here, where the loss is the trainer's. {how}")
+        credited = [(node.use, node.config) for node in self._running_nodes()]
+        losses = [(x.use, x.config, x.entropy_mask, x.entropy_bonus) for x in (self.objective, ObjectiveSettings())]
+        if credited == [("advantage.group", GroupAdvantage.Config())] and losses[0] != losses[1]:
+            raise ConfigError(
+                f"{place}: its advantages are those of GRPO and its loss is what differs, but the loss is the "
+                f"trainer's. {how}"
+            )
 
     def refuse_images(self) -> None:
         """Raises ConfigError: prompts have images, and the model is asked about texts alone."""

@@ -36,6 +36,7 @@ class Estimator:
             raise ConfigError("NeMo-RL: no graph is chosen; set grpo.adv_estimator.graph, to grpo or another graph.")
         self.credit = CreditGraph(graph, *settings_of(getattr(estimator_config, "overrides", None)))
         self.credit.check_given(values=False)
+        self.credit.check_loss(False)
         self.by_response = getattr(loss_config, SEQUENCE_LEVEL, False)
 
     def compute_advantage(

@@ -49,12 +49,14 @@ def install() -> None:
     if with_loss not in ("true", "false"):
         raise ConfigError(f"OpenRLHF: CREDITGRAPH_LOSS is '{with_loss}'; expected true or false.")
     check_version("openrlhf", TESTED)
-    on_import("openrlhf.trainer.ppo_utils.experience_maker", lambda module: _credit(module, *graph))
+    on_import(
+        "openrlhf.trainer.ppo_utils.experience_maker", lambda module: _credit(module, with_loss == "true", *graph)
+    )
     if with_loss == "true":
         on_import("openrlhf.models.loss", lambda module: _loss(module, *graph))
 
 
-def _credit(module: Any, *graph: str) -> None:
+def _credit(module: Any, with_loss: bool, *graph: str) -> None:
     """Replaces the class that turns rewards into advantages."""
 
     class CreditMaker(module.RemoteExperienceMaker):  # type: ignore[misc]
@@ -68,6 +70,7 @@ def _credit(module: Any, *graph: str) -> None:
             elif self.credit.scores and not self.credit.samples:
                 self.credit.attach(OpenRLHFPolicy(self))
             self.credit.check_given(values=self.args.algo.advantage.estimator == "gae", logprobs=True)
+            self.credit.check_loss(with_loss, "Set CREDITGRAPH_LOSS=true.")
             logger.warning("creditgraph: advantages are those of the graph '%s'.", " ".join(graph))
 
         @torch.no_grad()

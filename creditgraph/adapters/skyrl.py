@@ -202,10 +202,12 @@ def register_all() -> None:
 
 def check(cfg: SkyRLTrainConfig, asynchronous: bool = False) -> None:
     """Raises ConfigError where the chosen graphs cannot run in a trainer of SkyRL, before a model is loaded."""
-    estimator = AdvantageEstimatorRegistry.get(cfg.trainer.algorithm.advantage_estimator)
+    name = cfg.trainer.algorithm.advantage_estimator
+    estimator = AdvantageEstimatorRegistry.get(name)
+    loss = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
     if isinstance(estimator, SkyRLEstimator):
         check_servers(estimator.credit, cfg)
-    loss = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
+        estimator.credit.check_loss(isinstance(loss, SkyRLLoss), f"Set trainer.algorithm.policy_loss_type={name}.")
     if isinstance(loss, SkyRLLoss):
         if asynchronous:
             raise ConfigError(

@@ -136,6 +136,10 @@ def credit(args: Any, samples: list[Any]) -> tuple[list[Any], list[Tensor]]:
     rewards = torch.tensor([torch.nan if reward is None else float(reward) for reward in raw])
     last = torch.tensor([one != other for one, other in pairwise([*episode, None])])
     graph = _graph(*_chosen(args))
+    graph.check_loss(
+        args.loss_type == "custom_loss",
+        "Set loss_type: custom_loss and custom_loss_function_path: creditgraph.adapters.slime.loss.",
+    )
     if graph.scores:
         _attach(graph, args, samples)
     known = [sample.rollout_log_probs for sample in samples]

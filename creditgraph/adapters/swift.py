@@ -246,6 +246,7 @@ def register(graph: str, *overrides: str, objective: bool = False) -> type[Credi
         )
     CreditGRPOTrainer.credit = CreditGraph(graph, *overrides)
     CreditGRPOTrainer.credit.check_given(values=False, logprobs=True, entropies=True, policy=True)
+    CreditGRPOTrainer.credit.check_loss(objective, "Pass objective=True.")
     CreditGRPOTrainer.credit_objective = CreditGRPOTrainer.credit.objective if objective else None
     if CreditGRPOTrainer.credit_objective is not None:
         check_by_steps(CreditGRPOTrainer.credit_objective, f"graph '{graph}'")

@@ -47,6 +47,7 @@ def register(graph: str, *overrides: str, objective: bool = False) -> None:
     check_version("tinker-cookbook", TESTED)
     credit = CreditGraph(graph, *overrides)
     credit.check_given(values=False)
+    credit.check_loss(objective, "Pass objective=True.")
     if objective:
         loss = Loss(graph, *overrides)
         loss.settings  # noqa: B018 - one that cannot run here is refused now

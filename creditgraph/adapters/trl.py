@@ -108,6 +108,9 @@ class CreditGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._unsloth = trl.GRPOTrainer.__name__ == UNSLOTH
         given = {"logprobs": True, "entropies": not self._unsloth, "policy": True, "continues": True, "rows": True}
         self.credit.check_given(values=False, **given)
+        self.credit.check_loss(
+            objective, f"Pass objective=True{', and train without Unsloth' if self._unsloth else ''}."
+        )
         self.credit_objective = self.credit.objective if objective else None
         if self.credit_objective is not None:
             check_by_steps(self.credit_objective, f"graph '{self.credit.name}'")

@@ -40,6 +40,8 @@ from creditgraph.pipeline.core.jagged import Jagged
 
 TESTED = ("0.9", "0.8", "0.7")  # the older ones by hand
 TRAINER = "verl.trainer.ppo"
+LOSSES = set[str]()
+"""names of policy losses that are those of graphs"""
 
 
 class VerlEstimator(Estimator):
@@ -76,6 +78,7 @@ def register(graph: str, *overrides: str, name: str = "", states: States | None 
 
     register_adv_est(name)(VerlEstimator(graph, *overrides, states=states))
     register_policy_loss(name)(policy_loss)
+    LOSSES.add(name)
 
 
 def in_place_of(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,12 +147,16 @@ def by_sessions(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_model(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of a trainer of verl, before which a graph gets the trainer's model."""
+    """A step of a trainer of verl, before which a graph is checked and gets the trainer's model."""
 
     @functools.wraps(step)
     def stepped(trainer: Any, *args: Any, **given: Any) -> Any:
-        estimator = ADV_ESTIMATOR_REGISTRY.get(trainer.config.algorithm.adv_estimator)
+        name, loss = trainer.config.algorithm.adv_estimator, trainer.config.actor_rollout_ref.actor.policy_loss
+        estimator = ADV_ESTIMATOR_REGISTRY.get(name)
         if isinstance(estimator, Estimator):
+            estimator.credit.check_loss(
+                loss.loss_mode in LOSSES, f"Set actor_rollout_ref.actor.policy_loss.loss_mode={name}."
+            )
             attach(estimator, trainer)
         return step(trainer, *args, **given)
 

@@ -253,6 +253,29 @@ def test_what_cannot_run_is_refused_when_it_is_built(arguments, sentence):
         CreditGraph(*arguments)
 
 
+def test_a_graph_whose_loss_is_all_that_it_adds_is_refused_where_the_loss_is_the_trainers():
+    refused = set()
+    for name in graph_names():
+        try:
+            graph = CreditGraph(name)
+        except CreditgraphError:  # reads texts, or trains a model of its own
+            continue
+        graph.check_loss(True)
+        try:
+            graph.check_loss(False, "Pass objective=True.")
+        except ConfigError as error:
+            refused.add((name, str(error).partition(",")[0]))
+    only_loss = ("cispo", "dapo", "entropy_8020", "fipo", "grpo_lambda", "gspo", "p_trace", "s_trace")
+    said = "its advantages are those of GRPO and its loss is what differs"
+    assert refused == {(name, f"graph '{name}': {said}") for name in only_loss}
+    graph = CreditGraph("gigpo", "learner.objective.config.clip_high=0.3")
+    graph.check_loss(True)
+    with pytest.raises(
+        ConfigError, match=r"clip_high=0.3 has no effect here, where the loss is .* Pass objective=True"
+    ):
+        graph.check_loss(False, "Pass objective=True.")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -173,6 +173,7 @@ def test_verls_own_servers_are_asked_and_its_rewards_verify(found, policy, tmp_p
     assert "it continues responses, but the servers of this trainer sleep when advantages are" in asked_of["asleep"]
     assert "it reads texts with the model, but the prompts have images" in asked_of["images"]
     assert "servers give log-probs at temperature 1, but this trainer samples at 0.5. Set" in asked_of["colder"]
+    assert "Set actor_rollout_ref.actor.policy_loss.loss_mode=creditgraph:s_trace." in asked_of["no loss"]
     assert "verl's rewards are those of a model, which is not asked here" in asked_of["of a model"]
     (tmp_path / "mine.py").write_text(REWARD.format(name="reward", arguments="response", text="response"))
     expected = {}

@@ -49,13 +49,13 @@ def queued(columns):
     return keys
 
 
-def settings(name, temperature, **reward):
+def settings(name, temperature, loss="vanilla", **reward):
     """The part of verl's settings that a step to advantages reads."""
     rollout = {"n": 2, "temperature": temperature, "top_p": 0.5, "top_k": -1, "response_length": 12}
     rollout |= {"log_prob_use_dynamic_bsz": False, "log_prob_micro_batch_size_per_gpu": 2}
     return SimpleNamespace(
         algorithm=AlgoConfig(adv_estimator=name),
-        actor_rollout_ref=OmegaConf.create({"rollout": rollout, "actor": {}}),
+        actor_rollout_ref=OmegaConf.create({"rollout": rollout, "actor": {"policy_loss": {"loss_mode": loss}}}),
         reward=OmegaConf.create({"reward_model": {"enable": False}} | reward),
     )
 
@@ -148,6 +148,7 @@ def asked(given):
     # Before the first batch.
     out["asleep"] = said(lambda: trainer_of("served").fit(None))
     out["of a model"] = said(lambda: trainer_of("served", given["servers"], **model).fit(None))
+    out["no loss"] = said(lambda: trainer_of("creditgraph:s_trace").fit(None))
     out["colder"] = said(lambda: trainer_of("asks distill", temperature=0.5).fit(None))
     out["served"] = of_queue("served", keys, given["servers"], temperature=0.0)["advantages"]
     register("vineppo", *given["served"], name="custom")

@@ -16,6 +16,7 @@ REFERENCES = ["42", "1/2", "\\sqrt{2}", "-7", "\\pi", "x^2+1", "\\{1,2\\}", "3,5
 REFERENCES += ["y=2x", "n(n+1)/2", "0.5", "50\\%", "x>2", "(1,2)", "\\infty", "0", "1.2345678"]
 
 
+@pytest.mark.slow
 def test_pairs_of_somebody_who_has_not_read_the_verifier():
     pairs = frozen()
     assert len(pairs) == 400

@@ -262,6 +262,7 @@ def test_learner_takes_the_same_step(make_learner, make_batch, budget, kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["toy_grpo", "toy_srpo", "toy_grpo_thoughts"])
 def test_computed_tokens_of_real_batches(recipe, tmp_path, monkeypatch):
     changes = [
