@@ -151,12 +151,11 @@ def with_model(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def stepped(trainer: Any, *args: Any, **given: Any) -> Any:
-        name, loss = trainer.config.algorithm.adv_estimator, trainer.config.actor_rollout_ref.actor.policy_loss
+        name = trainer.config.algorithm.adv_estimator
         estimator = ADV_ESTIMATOR_REGISTRY.get(name)
         if isinstance(estimator, Estimator):
-            estimator.credit.check_loss(
-                loss.loss_mode in LOSSES, f"Set actor_rollout_ref.actor.policy_loss.loss_mode={name}."
-            )
+            loss = trainer.config.actor_rollout_ref.actor.policy_loss.loss_mode
+            estimator.credit.check_loss(loss in LOSSES, f"Set actor_rollout_ref.actor.policy_loss.loss_mode={name}.")
             attach(estimator, trainer)
         return step(trainer, *args, **given)
 
