@@ -7,7 +7,6 @@ from typing import Any
 
 from creditgraph.adapters.hosted import CRITIC, GIVEN, GIVEN_ROWLESS, given, given_kinds, needed, running
 from creditgraph.adapters.record import OPTION
-from creditgraph.components.advantage.group import GroupAdvantage
 from creditgraph.components.learner.objective import ObjectiveSettings
 from creditgraph.components.rollouts.requests import SamplingSettings
 from creditgraph.pipeline.app.credit.sessions import learner_of, samples_rollouts
@@ -210,7 +209,9 @@ class HostedGraph:
             raise ConfigError(f"{place}: it reads values, but the trainer gives none; see Rollouts.values.")
 
     def check_loss(self, taken: bool, how: str = "Its loss runs in TRL, verl and `creditgraph train`.") -> None:
-        """Raises ConfigError where the trainer's own loss would leave out a setting, or all that a graph adds to GRPO.
+        """Raises ConfigError where the trainer's own loss would leave out a setting, or the method.
+
+        It would leave out the method of a graph that has a loss of its own and compares whole responses, as GRPO does.
 
         Args:
             taken: whether the loss is the graph's.
@@ -220,14 +221,13 @@ class HostedGraph:
             return
         place = f"graph '{self.name}'"
         for setting in self._settings:
-            if setting.startswith("learner.objective"):
+            if setting.lstrip("+~").startswith("learner.objective"):
                 raise ConfigError(f"{place}: {setting} has no effect here, where the loss is the trainer's. {how}")
-        credited = [(node.use, node.config) for node in self._running_nodes()]
         losses = [(x.use, x.config, x.entropy_mask, x.entropy_bonus) for x in (self.objective, ObjectiveSettings())]
-        if credited == [("advantage.group", GroupAdvantage.Config())] and losses[0] != losses[1]:
+        if [node.use for node in self._running_nodes()] == ["advantage.group"] and losses[0] != losses[1]:
             raise ConfigError(
-                f"{place}: its advantages are those of GRPO and its loss is what differs, but the loss is the "
-                f"trainer's. {how}"
+                f"{place}: its advantages are those of GRPO, its method is its loss, but the loss is the trainer's. "
+                f"{how}"
             )
 
     def refuse_images(self) -> None:

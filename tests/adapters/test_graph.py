@@ -266,8 +266,10 @@ def test_a_graph_whose_loss_is_all_that_it_adds_is_refused_where_the_loss_is_the
         except ConfigError as error:
             refused.add((name, str(error).partition(",")[0]))
     only_loss = ("cispo", "dapo", "entropy_8020", "fipo", "grpo_lambda", "gspo", "p_trace", "s_trace")
-    said = "its advantages are those of GRPO and its loss is what differs"
+    said = "its advantages are those of GRPO"
     assert refused == {(name, f"graph '{name}': {said}") for name in only_loss}
+    with pytest.raises(ConfigError, match="its method is its loss"):
+        CreditGraph("s_trace", "advantage.normalize=mean").check_loss(False)
     graph = CreditGraph("gigpo", "learner.objective.config.clip_high=0.3")
     graph.check_loss(True)
     with pytest.raises(
