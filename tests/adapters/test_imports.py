@@ -87,11 +87,17 @@ def test_rows_that_cannot_be_read_are_skipped_and_written_down(lines, tmp_path, 
         ROWS[0] | {"tokens": []},
         ROWS[0] | {"reward": "high"},
         {"prompt": "p", "response": "a text", "reward": 1},
+        ROWS[0] | {"tokens": [5, "b", 7]},
+        ROWS[0] | {"tokens": [5, 6, -7]},
+        ROWS[0] | {"step": [1]},
+        ROWS[0] | {"prompt": [{"role": "user", "content": 5}]},
+        ROWS[0] | {"finish": {"reason": "stop"}},
+        ROWS[0] | {"response": 5},
     ]
     run = tmp_path / "run"
     command(lines([ROWS[0], *bad]), "--from", "jsonl", "-o", run)
     rejected = [json.loads(line) for line in (run / "rejected.jsonl").read_text().splitlines()]
-    assert [row["row"].rpartition(" ")[2] for row in rejected] == [f"{i}" for i in range(2, 9)]
+    assert [row["row"].rpartition(" ")[2] for row in rejected] == [f"{i}" for i in range(2, 15)]
     reasons = " | ".join(row["reason"] for row in rejected)
     for part in (
         "no JSON",
@@ -99,12 +105,18 @@ def test_rows_that_cannot_be_read_are_skipped_and_written_down(lines, tmp_path, 
         "2 entries in mask, but 3 tokens",
         "neither token ids nor a text",
         "the response is empty",
-        "could not convert string to float",
+        "reward: input should be a valid number",
         "--tokenizer FOLDER",
+        "tokens: input should be a valid integer",
+        "tokens: input should be greater than or equal to 0",
+        "step: input should be a valid integer",
+        "the content of a message: expected a text or its parts, got 5",
+        "finish: input should be a valid string",
+        "response: expected a text or messages, got 5",
     ):
         assert part in reasons
     out = capsys.readouterr().out
-    assert "skipped 7 rows" in out
+    assert "skipped 13 rows" in out
     assert "note: no masks, so all tokens of a response count as trained" in out
 
 
@@ -289,6 +301,15 @@ def test_slime_samples_are_read_without_running_them(tmp_path, capsys):
     with pytest.raises(DataError, match="could run code"):
         command(tmp_path / "data_5.pt", "--from", "slime", "-o", tmp_path / "other")
     assert "it ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("parents", [[0, 0], [None, 2, 1, 2], [None, 5], [None, -1]])
+def test_a_trace_whose_messages_follow_none_is_skipped(parents, tmp_path):
+    message = {"message": {"role": "assistant", "content": "7"}, "sampled": True}
+    trace = {"agent": {}, "nodes": [message | {"parent": parent} for parent in parents], "task": {"data": {}}}
+    (tmp_path / "traces.jsonl").write_text(json.dumps({"traces": [trace], "task": {"key": "a", "data": {}}}))
+    with pytest.raises(DataError, match=r"1 × message \d follows message -?\d; expected an earlier one"):
+        command(tmp_path, "--from", "verifiers", "--tokenizer", "tiny", "-o", tmp_path / "run")
 
 
 def test_roles_mask_the_texts_of_tools():

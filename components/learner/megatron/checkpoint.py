@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from creditgraph.components.learner.megatron.cpu import megatron_on_cpu
 from creditgraph.components.learner.megatron.optimizer import MegatronOptimizer
-from creditgraph.components.learner.megatron.results_queue import make_queue
+from creditgraph.components.learner.megatron.results_queue import ResultsQueue
 from creditgraph.components.learner.megatron.shards import write_own_ranges
 from creditgraph.pipeline.core.errors import RunError
 
@@ -98,7 +98,7 @@ def save_shards(
     _fill_state(optimizer)
     steps = {"updates": _updates(optimizer), "step_count": optimizer.schedule.step_count}
     sharded = _sharded(chunks, optimizer, loading=False) | {"state": state | steps}
-    filesystem_async._results_queue = filesystem_async._results_queue or make_queue()
+    filesystem_async._results_queue = ResultsQueue()
     return ShardWriter(folder, dist_checkpointing.save(sharded, str(folder), async_sharded_save=True))
 
 

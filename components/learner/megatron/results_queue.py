@@ -1,34 +1,32 @@
-"""The queue in which megatron-core's writers of a checkpoint report, in a process that ends with its rank.
+"""Where the processes of megatron-core that write a checkpoint report to their rank: a file that both have open.
 
-megatron-core takes it from a manager of multiprocessing, whose process waits for ever when a rank is killed.
+megatron-core takes a manager of multiprocessing, a further process per rank that imports torch and outlives a rank that
+is killed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-import time
-from multiprocessing.managers import SyncManager
+import pickle
+import queue
+import tempfile
 from typing import Any
 
-_POLL_SECONDS = 0.5
 
+class ResultsQueue:
+    """What the process that a rank forks for a checkpoint reports when it is done."""
 
-def make_queue() -> Any:
-    """A queue of a manager's process."""
-    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-    manager.start(_end_with_parent)
-    return manager.Queue()  # which keeps the manager
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the queue
 
+    def put(self, results: Any) -> None:
+        """Writes them, in the process that was forked."""
+        pickle.dump(results, self._file)
+        self._file.flush()
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        while os.getppid() == parent.pid:
-            time.sleep(_POLL_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    def get_nowait(self) -> Any:
+        """Reads them, in the rank. Raises queue.Empty when that process ended before it had reported."""
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except (EOFError, pickle.UnpicklingError):
+            raise queue.Empty from None

@@ -50,11 +50,9 @@ class Lines(Format):
         given["group"] = str(given.get("group", given.get("prompt_ids", given.get("prompt"))))
         if "episode" in given:
             given["episode"] = str(given["episode"])
-        if "reward" in given:
-            given["reward"] = float(given["reward"])
-        if "mask" in given:
-            given["mask"] = [bool(value) for value in given["mask"]]
         given["answer"] = str(given.get("answer", ""))
+        if not isinstance(response, str | list):
+            raise DataError(f"response: expected a text or messages, got {response!r}")
         parts = [Part(response)] if isinstance(response, str) else [said_by(message) for message in response]
         return [Row(**given, parts=[part for part in parts if part.text])]
 

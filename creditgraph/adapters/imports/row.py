@@ -7,12 +7,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+import pydantic
 
 from creditgraph.pipeline.core.errors import DataError
 
 Message = Mapping[str, Any]
-Numbers = Sequence[float | None]
+Numbers = list[float | None]
+TokenId = Annotated[int, pydantic.Field(ge=0, lt=1 << 31)]
+Step = Annotated[int, pydantic.Field(ge=0, lt=1 << 24)]
 
 PER_TOKEN = ("mask", "logprobs", "old_logprobs", "reference_logprobs", "entropies", "values")
 
@@ -30,9 +34,11 @@ class Part:
     trained: bool = True
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
     """One response of a trainer, of what its file has; None is what it lacks.
+
+    A value of another type raises pydantic's ValidationError.
 
     Attributes:
         group: responses with equal groups in the same step are compared with each other.
@@ -59,12 +65,12 @@ class Row:
 
     group: str
     episode: str | None = None
-    step: int | None = None
-    prompt: str | Sequence[Message] = ""
-    prompt_ids: Sequence[int] | None = None
-    parts: Sequence[Part] = ()
-    tokens: Sequence[int] | None = None
-    mask: Sequence[bool] | None = None
+    step: Step | None = None
+    prompt: str | list[Message] = ""
+    prompt_ids: list[TokenId] | None = None
+    parts: list[Part] = field(default_factory=list)
+    tokens: list[TokenId] | None = None
+    mask: list[bool] | None = None
     reward: float = float("nan")
     advantage: float | Numbers | None = None
     logprobs: Numbers | None = None
@@ -72,16 +78,18 @@ class Row:
     reference_logprobs: Numbers | None = None
     entropies: Numbers | None = None
     values: Numbers | None = None
-    turn_rewards: Sequence[float] | None = None
-    states: Sequence[str] | None = None
+    turn_rewards: list[float] | None = None
+    states: list[str | int] | None = None
     answer: str = ""
     finish: str = ""
 
     def __post_init__(self) -> None:
         if self.tokens is None and not self.parts:
             raise DataError("it has neither token ids nor a text of the response")
+        for message in () if isinstance(self.prompt, str) else self.prompt:
+            text_of(message.get("content"))  # raises for one that has none
         per_token = {name: getattr(self, name) for name in PER_TOKEN}
-        if isinstance(self.advantage, Sequence):
+        if isinstance(self.advantage, list):
             per_token["advantage"] = self.advantage
         for name, values in per_token.items():
             if values is None:
@@ -130,7 +138,7 @@ class Format:
         raise NotImplementedError
 
     def rows(self, entry: Any, file: Path, options: Options) -> list[Row]:
-        """The rows of an entry; raises DataError, KeyError, TypeError or ValueError for one that has none."""
+        """The rows of an entry; raises DataError, LookupError, TypeError or ValueError for one that has none."""
         raise NotImplementedError
 
     def joined(self, rows: Sequence[Row]) -> list[Row]:
@@ -205,11 +213,25 @@ def text_of(content: Any) -> str:
     """The text of a message's content, which may be a list of parts; pictures are left out."""
     if isinstance(content, str):
         return content
+    if not isinstance(content, list | tuple | None):
+        raise DataError(f"the content of a message: expected a text or its parts, got {content!r}")
     return "".join(str(part.get("text") or "") for part in content or () if isinstance(part, Mapping))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a row cannot be read, in words that are the same for rows with the same fault."""
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        if not first["loc"]:
+            return str(first["ctx"]["error"])  # of `Row`
+        return f"{first['loc'][0]}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"no '{error.args[0]}'" if isinstance(error, KeyError) else str(error)
 
 
 def said_by(message: Message) -> Part:
     """What a message adds to a response; that of an assistant is trained on."""
+    if not isinstance(message, Mapping):
+        raise DataError(f"expected a text or messages, got {message!r}")
     calls = message.get("tool_calls") or ()
     called = "".join(f"[{_call(call)}]" for call in calls)
     text = str(message.get("reasoning_content") or "") + text_of(message.get("content")) + called

@@ -64,7 +64,7 @@ class Samples(Format):
                 prompt_ids=tokens[:-size],
                 parts=[Part(str(entry.get("response") or ""))],
                 tokens=tokens[-size:],
-                mask=None if mask is None else [bool(value) for value in _list(mask)],
+                mask=None if mask is None else _list(mask),
                 reward=_reward(entry.get("reward"), options),
                 logprobs=None if entry.get("rollout_log_probs") is None else _list(entry["rollout_log_probs"]),
                 answer=str(entry.get("label") or ""),

@@ -95,6 +95,8 @@ def _paths(nodes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
             continue
         path = [leaf]
         while (parent := nodes[path[-1]].get("parent")) is not None:
+            if parent in path or not 0 <= parent < len(nodes):
+                raise DataError(f"message {path[-1]} follows message {parent}; expected an earlier one of its trace")
             path.append(parent)
         paths.append(path[::-1])
     return paths

@@ -50,7 +50,7 @@ class Dump(Format):
                 prompt_ids=entry.get("prompts"),
                 parts=[Part(str(entry["output"]))],
                 tokens=entry.get("responses"),
-                mask=_bools(entry.get("response_mask")),
+                mask=entry.get("response_mask"),
                 reward=float(entry["score"]),
                 advantage=entry.get("advantages"),
                 logprobs=entry.get("rollout_log_probs"),
@@ -65,7 +65,3 @@ class Dump(Format):
     def joined(self, rows: Sequence[Row]) -> list[Row]:
         """Outputs of a session as steps."""
         return one_outcome(rows)
-
-
-def _bools(values: list[Any] | None) -> list[bool] | None:
-    return None if values is None else [bool(value) for value in values]

@@ -12,7 +12,7 @@ from typing import Any
 from creditgraph.adapters.graph import CreditGraph
 from creditgraph.adapters.imports.batch import Texts, payloads
 from creditgraph.adapters.imports.formats import files_of
-from creditgraph.adapters.imports.row import Format, Options, Row
+from creditgraph.adapters.imports.row import Format, Options, Row, reason_of
 from creditgraph.components.models.load import load_tokenizer
 from creditgraph.pipeline.core.component import ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError, DataError, RunError, extra
@@ -144,10 +144,9 @@ def _rows(files: Sequence[Path], request: Request, texts: Texts, rejected: list[
                 found = [texts.with_tokens(row) for row in request.reader.rows(entry, file, request.options)]
                 if any(not row.tokens for row in found):
                     raise DataError("the response is empty")
-            except (DataError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                reason = f"no '{error.args[0]}'" if isinstance(error, KeyError) else str(error)
+            except (DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 where = {"node": "rollouts", "iteration": 0, "row": f"{file}: {place}"}
-                rejected.append({**where, "reason": reason})
+                rejected.append({**where, "reason": reason_of(error)})
                 continue
             yield from found
 

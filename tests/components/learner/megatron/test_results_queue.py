@@ -1,32 +1,40 @@
-"""What a killed rank leaves behind."""
+"""What a process that writes a checkpoint reports, and what one leaves behind that is killed."""
 
+import multiprocessing
 import os
+import pickle
+import queue
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-RANK = """
-import time
-from creditgraph.components.learner.megatron.results_queue import make_queue
-if __name__ == "__main__":
-    queue = make_queue()
-    queue.put(5)
-    print(queue.get(), queue._manager._process.pid, flush=True)
-    time.sleep(600)
-"""
+import pytest
+
+from creditgraph.components.learner.megatron.results_queue import ResultsQueue
+
+RESULTS = {0: [("weights", "x" * 200_000)], 1: []}  # more than a pipe holds
 
 
-def test_the_queue_of_a_killed_rank_ends(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(RANK)
-    with subprocess.Popen([sys.executable, str(tmp_path / "rank.py")], stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        value, manager = map(int, rank.stdout.readline().split())
-        assert value == 5
-        assert os.path.exists(f"/proc/{manager}")
-        rank.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while os.path.exists(f"/proc/{manager}"):
-        assert time.monotonic() < deadline, "it outlives its rank"
-        time.sleep(0.05)
+def _killed(results: ResultsQueue, share: float) -> None:
+    written = pickle.dumps(RESULTS)
+    results._file.write(written[: int(share * len(written))])
+    results._file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_a_fork(function, *arguments) -> None:
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+
+
+def test_a_rank_reads_what_its_forked_process_reported() -> None:
+    results = ResultsQueue()
+    _in_a_fork(results.put, RESULTS)
+    assert results.get_nowait() == RESULTS
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.999])
+def test_of_a_process_that_was_killed_there_are_none(share: float) -> None:
+    results = ResultsQueue()
+    _in_a_fork(_killed, results, share)
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
