@@ -19,7 +19,8 @@ from creditgraph.pipeline.run.metrics import read_metrics
 from creditgraph.pipeline.run.run_directory import make_folder
 
 MAX_ROUNDS = 6  # a run that needs more rounds samples next to nothing per iteration, and would never end
-MOST = 3.0  # times its budget: a run that has sampled so much without its steps has stalled, all of its groups silent
+MOST = 3.0  # times its budget: a run that has sampled so much without its steps may have stalled, all groups silent
+SLOWED = 0.1  # of its former steps per token: what a run that has stalled takes at most in the last third of its tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,10 @@ class Plan:
     def next_round(self, curve: Curve, stretch: int = 1) -> int:
         """Iterations that a run needs, from what it took so far; `stretch` multiplies those that are missing."""
         missing = next_iterations(curve, self.budget, self.steps) - curve.iterations
-        return min(curve.iterations + stretch * missing, next_iterations(curve, MOST * self.budget))
+        most = MOST * self.budget
+        if curve.total_tokens >= most:  # and it has not stalled
+            most = MOST * curve.total_tokens
+        return min(curve.iterations + stretch * missing, next_iterations(curve, most))
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
         """The arguments of `creditgraph` that train, or continue, to so many iterations."""
@@ -106,7 +110,15 @@ class Plan:
     def read(self, file: Path) -> Curve:
         """The curve of a run's metrics; one that stalled is held to have kept its last accuracy."""
         curve = read_curve(read_metrics(file), self.metric)
-        return curve.held_to(self.steps) if curve.end("tokens") >= MOST * self.budget else curve
+        return curve.held_to(self.steps) if self.has_stalled(curve) else curve
+
+    def has_stalled(self, curve: Curve) -> bool:
+        """Whether it has sampled `MOST` times its budget and all but stopped taking steps."""
+        end = curve.end("tokens")
+        if not end >= MOST * self.budget:
+            return False
+        before = curve.of("steps", 2 / 3 * end)
+        return (curve.end("steps") - before) * 2 <= SLOWED * before
 
 
 def train_one(

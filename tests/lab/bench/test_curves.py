@@ -143,18 +143,28 @@ def test_a_run_that_stalls_ends_and_keeps_its_accuracy(tmp_path):
     """100 tokens and 4 optimiser steps per iteration, 4 iterations done."""
     file = tmp_path / "grpo-s0" / "metrics.jsonl"
     file.parent.mkdir()
-    file.write_text("".join(json.dumps(row) + "\n" for row in metric_rows()))
+
+    def write(silent=()):
+        rows = [row | ({"learner/steps": 0.0} if row["iteration"] in silent else {}) for row in metric_rows()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write()
     method = Method(name="grpo", recipe="toy_grpo")
     slow = Plan(budget=200, steps=80, folder=tmp_path)
     assert not slow.is_finished(slow.curve(method, 0))
     assert slow.next_round(slow.curve(method, 0)) == 4 + 3  # to three times its tokens; 17 more would take its steps
     assert slow.first_round(method, [0, 1]) == 7  # of another seed: 1.05 · 600 / 100 = 6.3
+    # Past three times its tokens it goes on, to three times those, as long as it takes steps.
     stalled = Plan(budget=100, steps=80, folder=tmp_path)
+    assert not stalled.is_finished(stalled.curve(method, 0))
+    assert stalled.next_round(stalled.curve(method, 0)) == 4 + 9  # 1.05 · 800 / 100 = 8.4
+    write(silent=(2, 3))
     curve = stalled.curve(method, 0)
     assert stalled.is_finished(curve)
-    assert (curve.end("steps"), curve.at(80, "steps"), curve.at(8, "steps")) == (80, 0.5, 0.4)
+    assert (curve.end("steps"), curve.at(80, "steps"), curve.at(8, "steps")) == (80, 0.5, 0.5)
     assert (curve.at(100), curve.of("steps", 100), curve.end()) == (pytest.approx(0.3), 4, 400)
     assert stalled.curves_of("grpo-*")[0].end("steps") == 80
+    write()
     enough = Plan(budget=100, steps=16, folder=tmp_path)
     assert len(enough.curve(method, 0).steps) == 3
 
