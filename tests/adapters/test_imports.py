@@ -93,11 +93,12 @@ def test_rows_that_cannot_be_read_are_skipped_and_written_down(lines, tmp_path, 
         ROWS[0] | {"prompt": [{"role": "user", "content": 5}]},
         ROWS[0] | {"finish": {"reason": "stop"}},
         ROWS[0] | {"response": 5},
+        ROWS[0] | {"response": ["a text"]},
     ]
     run = tmp_path / "run"
     command(lines([ROWS[0], *bad]), "--from", "jsonl", "-o", run)
     rejected = [json.loads(line) for line in (run / "rejected.jsonl").read_text().splitlines()]
-    assert [row["row"].rpartition(" ")[2] for row in rejected] == [f"{i}" for i in range(2, 15)]
+    assert [row["row"].rpartition(" ")[2] for row in rejected] == [f"{i}" for i in range(2, 16)]
     reasons = " | ".join(row["reason"] for row in rejected)
     for part in (
         "no JSON",
@@ -110,13 +111,14 @@ def test_rows_that_cannot_be_read_are_skipped_and_written_down(lines, tmp_path, 
         "tokens: input should be a valid integer",
         "tokens: input should be greater than or equal to 0",
         "step: input should be a valid integer",
-        "the content of a message: expected a text or its parts, got 5",
+        "the content of a message: expected a text or its parts, got int",
         "finish: input should be a valid string",
-        "response: expected a text or messages, got 5",
+        "response: expected a text or messages, got int",
+        "expected a text or messages, got a list of str",
     ):
         assert part in reasons
     out = capsys.readouterr().out
-    assert "skipped 13 rows" in out
+    assert "skipped 14 rows" in out
     assert "note: no masks, so all tokens of a response count as trained" in out
 
 
@@ -303,12 +305,22 @@ def test_slime_samples_are_read_without_running_them(tmp_path, capsys):
     assert "it ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("parents", [[0, 0], [None, 2, 1, 2], [None, 5], [None, -1]])
-def test_a_trace_whose_messages_follow_none_is_skipped(parents, tmp_path):
+@pytest.mark.parametrize(
+    ("parents", "reason"),
+    [
+        ([0, 0], ""),
+        ([None, 2, 1, 2], ""),
+        ([None, 5], ""),
+        ([None, -1], ""),
+        ([1, 0], "a trace without a last message"),
+    ],
+)
+def test_a_trace_whose_messages_follow_none_is_skipped(parents, reason, tmp_path):
     message = {"message": {"role": "assistant", "content": "7"}, "sampled": True}
     trace = {"agent": {}, "nodes": [message | {"parent": parent} for parent in parents], "task": {"data": {}}}
     (tmp_path / "traces.jsonl").write_text(json.dumps({"traces": [trace], "task": {"key": "a", "data": {}}}))
-    with pytest.raises(DataError, match=r"1 × message \d follows message -?\d; expected an earlier one"):
+    reason = reason or r"message \d follows message -?\d; expected an earlier one"
+    with pytest.raises(DataError, match=f"1 × {reason}"):
         command(tmp_path, "--from", "verifiers", "--tokenizer", "tiny", "-o", tmp_path / "run")
 
 

@@ -52,7 +52,7 @@ class Lines(Format):
             given["episode"] = str(given["episode"])
         given["answer"] = str(given.get("answer", ""))
         if not isinstance(response, str | list):
-            raise DataError(f"response: expected a text or messages, got {response!r}")
+            raise DataError(f"response: expected a text or messages, got {type(response).__name__}")
         parts = [Part(response)] if isinstance(response, str) else [said_by(message) for message in response]
         return [Row(**given, parts=[part for part in parts if part.text])]
 

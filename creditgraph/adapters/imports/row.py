@@ -214,7 +214,7 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple | None):
-        raise DataError(f"the content of a message: expected a text or its parts, got {content!r}")
+        raise DataError(f"the content of a message: expected a text or its parts, got {type(content).__name__}")
     return "".join(str(part.get("text") or "") for part in content or () if isinstance(part, Mapping))
 
 
@@ -231,7 +231,7 @@ def reason_of(error: Exception) -> str:
 def said_by(message: Message) -> Part:
     """What a message adds to a response; that of an assistant is trained on."""
     if not isinstance(message, Mapping):
-        raise DataError(f"expected a text or messages, got {message!r}")
+        raise DataError(f"expected a text or messages, got a list of {type(message).__name__}")
     calls = message.get("tool_calls") or ()
     called = "".join(f"[{_call(call)}]" for call in calls)
     text = str(message.get("reasoning_content") or "") + text_of(message.get("content")) + called

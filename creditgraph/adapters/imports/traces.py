@@ -99,6 +99,8 @@ def _paths(nodes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
                 raise DataError(f"message {path[-1]} follows message {parent}; expected an earlier one of its trace")
             path.append(parent)
         paths.append(path[::-1])
+    if not paths:
+        raise DataError("a trace without a last message")
     return paths
 
 
