@@ -12,7 +12,8 @@ from creditgraph.components.http import Client, Server, ServerSettings
 
 @pytest.fixture
 def silent():
-    """The address of a server that takes connections and never answers; set() when a request has come."""
+    """The address of a server that takes connections and never answers, an event set when a request has come, and the
+    connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         came = threading.Event()
         kept = []
@@ -27,13 +28,13 @@ def silent():
                 came.set()
 
         threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}", came
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", came, kept
         for connection in kept:
             connection.close()
 
 
 def test_a_thread_that_waits_for_a_reply_goes_on_when_the_client_closes(silent):
-    url, came = silent
+    url, came, _ = silent
     client = Client("a test", {})
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, url, {}, seconds=600, retries=3)
@@ -45,17 +46,18 @@ def test_a_thread_that_waits_for_a_reply_goes_on_when_the_client_closes(silent):
 
 
 def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent):
-    url, came = silent
+    url, came, connections = silent
     client = Client("a test", {})
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(client.post, url, {}, seconds=0.05, retries=1, wait=600)
+        asked = pool.submit(client.post, url, {}, seconds=600, retries=1, wait=600)
         assert came.wait(30)
+        connections[0].close()
         client.close()
         assert asked.result(30) == (None, f"{url}: the connections were closed before its reply")
 
 
 def test_an_interrupt_does_not_wait_for_replies(silent):
-    url, came = silent
+    url, came, _ = silent
     server = Server(url, ServerSettings(seconds=5, retries=0))
 
     def interrupt():
