@@ -38,7 +38,7 @@ class _Tasks(Mapping[str, Task]):
         return len(known_tasks())
 
     def __contains__(self, name: object) -> bool:
-        return name in known_tasks()
+        return isinstance(name, str) and name in known_tasks()
 
 
 @cache

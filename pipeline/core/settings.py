@@ -145,7 +145,7 @@ def _meant(config_class: Any, key: str, place: str) -> str:
 
 def _first(config_class: Any, value: Any, place: str) -> str:
     """How one value for a group of settings is written: as its choice by name, or as its first setting."""
-    if value in getattr(config_class, "choices", ()):
+    if isinstance(value, str) and value in getattr(config_class, "choices", ()):
         return f" Write {place}.use={value}."
     known: Any = config_class if dataclasses.is_dataclass(config_class) else object
     names = [

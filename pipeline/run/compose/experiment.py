@@ -186,7 +186,7 @@ def _use_verifier_of_data(nodes: dict[str, Any], values: Mapping[str, Any]) -> N
     declared = values["nodes"].get("verifier")
     if not isinstance(section, dict) or not isinstance(entry, dict) or not isinstance(declared, dict):
         return
-    if "use" in section or not entry.get("verifier"):
+    if "use" in section or not entry.get("verifier") or not isinstance(declared.get("use"), str):
         return
     with suppress(ConfigError, KeyError):  # the checks of the graph name what is wrong with it
         component = build_component(declared["use"], declared.get("config") or {}, "verifier")
@@ -224,6 +224,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     from creditgraph.pipeline.run.recorder import chosen_outputs
     from creditgraph.pipeline.run.run_settings import RunSettings
 
+    values = _named(values) | {s: _named(values[s]) for s in ("nodes", "data") if isinstance(values.get(s), dict)}
     spec, problems = graph_dict(values)
     built: dict[str, Any] = {}
     for section, cls in (("run", RunSettings), ("model", ModelSpec)):
@@ -262,6 +263,11 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
         raise GraphError(list(dict.fromkeys(problems)), place)
     built["model"] = built["model"].with_rows(longest_row(graph))
     return Experiment(**built, data=data, graph=graph, resolved=values)
+
+
+def _named(section: Mapping[Any, Any]) -> dict[str, Any]:
+    """A section with texts as names: YAML reads `on:` as true and `1:` as a number, and checks name what is unknown."""
+    return {str(name): value for name, value in section.items()}
 
 
 def check_shipped(dirs: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:

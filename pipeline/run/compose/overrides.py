@@ -60,8 +60,8 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
             problems += [
                 f"override '{text}': no {group} named '{choice}'."
                 f"{_as_path(group, choice) or did_you_mean(choice, known)}"
-                for choice in ([] if text.startswith("~") else value.split(","))
-                if choice not in known and choice != "null" and not choice.startswith("[")
+                for choice in ([] if text.startswith("~") else re.sub(r"^\[(.*)\]$", r"\1", value).split(","))
+                if choice.strip() not in (*known, "null") and value != "[]"
             ]
         parsed.append(Override(text, key, value, is_group))
     for group in dict.fromkeys(item.key for item in parsed if item.is_group):

@@ -1,11 +1,13 @@
 """Overrides: what is written after `=` arrives as it is."""
 
+import re
 import shlex
 
 import pytest
 
 from creditgraph.pipeline.app.cli import main
-from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.app.preflight import check_present
+from creditgraph.pipeline.core.errors import ConfigError, CreditgraphError, GraphError
 from creditgraph.pipeline.run.compose.choices import read_yaml
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
@@ -227,3 +229,29 @@ def test_a_key_that_stands_twice_is_refused(tmp_path, text, line):
 def test_a_key_may_replace_one_of_a_merged_mapping(tmp_path):
     (tmp_path / "mine.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n")
     assert read_yaml(tmp_path / "mine.yaml")["b"] == {"x": 3, "y": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("nodes", True), {}, "True: not a node name"),
+        (("nodes", "verifier", "use"), 0.5, "verifier.use: expected a component name"),
+        (("data", "train", "source"), ["chains"], "source: expected str, got"),
+        ((3,), {"a": 1}, "section '3': no such node"),
+        (("learner", "objective"), [None], "learner.objective: expected settings"),
+    ],
+)
+def test_names_and_values_that_are_no_texts_are_named(path, value, sentence):
+    values = compose(["recipe=toy_grpo"])
+    below = values
+    for key in path[:-1]:
+        below = below[key]
+    below[path[-1]] = value
+    with pytest.raises(CreditgraphError, match=re.escape(sentence)):
+        check_present(build_experiment(values))
+
+
+@pytest.mark.parametrize("choice", ["[1]", "[[x]]", "[chains,nope]"])
+def test_each_choice_of_a_list_is_looked_up(choice):
+    with pytest.raises(ConfigError, match=f"override {re.escape(repr('data=' + choice))}: no data named "):
+        compose(["recipe=toy_grpo", f"data={choice}"])
