@@ -100,6 +100,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if helper or left_out else None
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names what fails when it does: a run that is cut short prints no summary."""
+    if report.outcome in ("failed", "rerun") and "PYTEST_XDIST_WORKER" not in os.environ:
+        sys.stderr.write(f"\n{report.outcome} {report.nodeid}\n")
+
+
 # Workers of pytest-xdist take groups and files in this order and then the others, so that the longest do not come last.
 LONGEST_FIRST = (
     "vllm servers",
