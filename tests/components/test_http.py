@@ -45,13 +45,16 @@ def test_a_thread_that_waits_for_a_reply_goes_on_when_the_client_closes(silent):
     client.close()  # again: nothing
 
 
-def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent):
+def test_a_thread_that_waits_for_its_next_try_goes_on_too(silent, monkeypatch):
     url, came, connections = silent
     client = Client("a test", {})
+    waits, wait = threading.Event(), client._closed.wait
+    monkeypatch.setattr(client._closed, "wait", lambda seconds: waits.set() or wait(seconds))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, url, {}, seconds=600, retries=1, wait=600)
         assert came.wait(30)
         connections[0].close()
+        assert waits.wait(30)
         client.close()
         assert asked.result(30) == (None, f"{url}: the connections were closed before its reply")
 

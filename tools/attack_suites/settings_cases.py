@@ -140,7 +140,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("sampler..group_size=3", "override 'sampler..group_size=3': 'sampler..group_size' is no name; expected …"),
     ("sampler.group_size=1,2", "… sampler.group_size=1,2: several values for one setting; expected one value, …"),
     ("sampler.group_size=range(1,3)", "… sampler.group_size=range(1,3): several values for one setting; expected …"),
-    ("recipe=[toy_grpo,toy_srpo]", "override 'recipe=[toy_grpo,toy_srpo]': a list; expected one recipe, or -m …"),
+    ("recipe=[toy_grpo,toy_srpo]", "override 'recipe=[toy_grpo,toy_srpo]': a list; expected one choice of …"),
     ("recipe=null", "… recipe=null: Config group override must be a string or a list. Got NoneType"),
     ("localizer.use=localizer.uniform", "section 'localizer': no such node in this graph. Known: advantage, …"),
     ("learner.use=learner.hf:Learner", "learner.use: component 'learner.hf:Learner': module 'learner' cannot be …"),

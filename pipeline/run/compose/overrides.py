@@ -55,15 +55,17 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
             problems.append(f"override '{text}': no '='; expected key=value, such as run.seed=1 or recipe=toy_srpo.")
             continue
         is_group = group in groups and "." not in key
-        if is_group and value.startswith("["):
-            problems.append(f"override '{text}': a list; expected one {group}, or -m {group}=A,B for a run of each.")
+        if is_group and value.startswith("[") and value != "[]":
+            problems.append(
+                f"override '{text}': a list; expected one choice of {group}, or -m {group}=A,B for a run of each."
+            )
         elif is_group:
             known = list_choices(group, dirs)
             problems += [
                 f"override '{text}': no {group} named '{choice}'."
                 f"{_as_path(group, choice) or did_you_mean(choice, known)}"
                 for choice in ([] if text.startswith("~") else value.split(","))
-                if choice not in known and choice != "null"
+                if choice not in (*known, "null", "[]")
             ]
         parsed.append(Override(text, key, value, is_group))
     for group in dict.fromkeys(item.key for item in parsed if item.is_group):
