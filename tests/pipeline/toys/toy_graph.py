@@ -198,16 +198,18 @@ def make_graph(delay=1, sleep=0.0, score_fails=-1, learn_fails=-1):
 
 
 def train(path, iterations, delay=1, overlap=True, sleep=0.0, every=3, segment=100, **settings):
+    from unittest.mock import patch
+
     from creditgraph.pipeline.run import packing
     from creditgraph.pipeline.run.checkpoint import CheckpointSettings
     from creditgraph.pipeline.run.executor import Executor, RunSettings
     from creditgraph.pipeline.run.run_directory import RunDirectory
 
-    packing.SEGMENT = segment
     run_settings = RunSettings(
         iterations=iterations, overlap=overlap, checkpoint=CheckpointSettings(every=every), **settings
     )
     with (
+        patch.object(packing, "SEGMENT", segment),  # other tests of this process have their own
         RunDirectory.open(path, {"nodes": {"delay": delay}}) as run,
         Executor(make_graph(delay, sleep), run_settings, run=run) as executor,
     ):
