@@ -140,6 +140,7 @@ def test_a_graph_makes_its_rows_with_a_policy_and_a_verifier():
     assert graph.metrics["expander/inherited_tokens"] == sum(inherited)
 
 
+@pytest.mark.slow
 def test_which_rewards_are_those_of_right_responses():
     # The rest of a right response is a reference for its group.
     batch = Rollouts(

@@ -212,6 +212,7 @@ def test_metrics_are_those_of_the_last_batch():
     assert graph.metrics["advantage/groups"] == 1
 
 
+@pytest.mark.slow
 def test_every_shipped_graph_credits_or_says_what_it_lacks():
     credited, refused = [], {}
     entropies = torch.rand(5, 7)
@@ -253,6 +254,7 @@ def test_what_cannot_run_is_refused_when_it_is_built(arguments, sentence):
         CreditGraph(*arguments)
 
 
+@pytest.mark.slow
 def test_a_graph_whose_loss_is_all_that_it_adds_is_refused_where_the_loss_is_the_trainers():
     refused = set()
     for name in graph_names():

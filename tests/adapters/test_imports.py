@@ -237,6 +237,7 @@ def test_samples_of_a_rollout_of_slime_are_steps_where_they_share_a_reward(tmp_p
     assert (turns.episode - turns.episode[0]).tolist() == [0, 0, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_other_commands_read_it(lines, tmp_path, capsys):
     run = tmp_path / "run"
     steps = [row | {"step": step} for step in range(2) for row in ROWS]
@@ -305,6 +306,7 @@ def test_slime_samples_are_read_without_running_them(tmp_path, capsys):
     assert "it ran" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parents", "reason"),
     [

@@ -99,6 +99,7 @@ def random_requests(generator, tokenizer):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["word", "byte", "metaspace"])
 def test_completions_equal_those_of_engine_local(tokenizer, start):
     generator = random.Random(7)

@@ -118,6 +118,7 @@ def test_tokenizer_that_does_not_concatenate_falls_back_to_decoding(start, ask, 
     assert "stop" in done.finish_reason
 
 
+@pytest.mark.slow
 def test_table_of_a_large_vocabulary_is_cheap():
     import time
 

@@ -25,6 +25,7 @@ def test_a_phase_ends_when_the_learners_gpu_is_done(waited):
     assert training.seconds["optimizer"] >= 0
 
 
+@pytest.mark.slow
 def test_passes_are_marked_on_the_stream_of_the_learners_gpu(waited, monkeypatch):
     pytest.importorskip("megatron.core")
     from creditgraph.components.learner.megatron.schedule import ComputeClock

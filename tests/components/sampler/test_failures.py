@@ -114,6 +114,7 @@ def test_other_splits(toolbox):
     assert (base, failures) == (["a0+", "a3+"], ["a1-", "a2-"])
 
 
+@pytest.mark.slow
 def test_what_is_chosen_does_not_depend_on_the_waves(toolbox):
     torch.manual_seed(0)
     for name in ("1x4", "2x4", "1x8"):

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from creditgraph.components.data.loading import load_data
@@ -13,6 +14,7 @@ from creditgraph.pipeline.run.replay import Replay
 from creditgraph.pipeline.run.run_directory import RunDirectory
 
 
+@pytest.mark.slow
 def test_solutions_are_carried_recorded_and_replayed(tmp_path):
     rows = load_data({"source": "chains", "size": 4}, Context()).rows[:]
     data = [{"question": r.metadata["question"], "answer": r.answer, "worked": r.solution} for r in rows]

@@ -279,6 +279,7 @@ def test_a_function_of_a_module_finds_modules_of_the_run_in_its_workers(tmp_path
     assert os.getcwd() == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_replies_belong_to_their_requests_whatever_a_call_leaves_behind(verify, tmp_path, monkeypatch):
     monkeypatch.setenv("DAEMONS", str(tmp_path / "daemons"))
     texts = ["- .5", *(f"{what} .{i}" for i in range(1, 9) for what in ("fork", "lines", "daemon", "-"))]

@@ -94,6 +94,7 @@ def test_a_wrong_pattern_is_refused():
         Regex.Config(pattern="")
 
 
+@pytest.mark.slow
 def test_megabytes_do_not_hold_up(toolbox):
     texts = ["\\boxed{" * 150_000, "x" * 1_000_000 + "\\boxed{B}", "(" * 1_000_000]
     started = time.monotonic()

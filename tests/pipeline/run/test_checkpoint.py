@@ -196,6 +196,7 @@ def pair(tmp_path):
     return store
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_manifest_can_be_flipped(pair):
     file = pair.path / "000007" / "manifest.json"
     raw = file.read_bytes()

@@ -70,6 +70,7 @@ def test_reads_the_newest_within_the_bound_and_says_which(tmp_path):
     assert versions[:16] == [max(0, tag + 1) for _, tag in sorted(read(tmp_path / "free").items())]
 
 
+@pytest.mark.slow
 def test_a_schedule_gives_the_same_bits_at_other_speeds(tmp_path):
     train(tmp_path / "free")
     given = str(tmp_path / "free" / SCHEDULE)

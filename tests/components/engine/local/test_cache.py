@@ -18,6 +18,7 @@ def new_cache(room=512, rows=6):
     return GroupCache(torch.tensor([3, 2, 3]), group, room, LAYERS, HEADS, DIM, torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_rows_keep_their_columns_while_the_cache_grows_and_rows_leave():
     g = torch.Generator().manual_seed(0)
     cache = new_cache()

@@ -88,6 +88,7 @@ def feed_all(rows, part, replay, places, generator):
     return rows.completions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["word", "byte", "metaspace"])
 def test_pauses_change_no_token_and_no_thought(tokenizer, start):
     generator = random.Random(11)

@@ -64,6 +64,7 @@ THOUGHTS = {"max_tokens": 40, "thoughts": ThoughtLimits(max_tokens=7, max_though
 PAST_EOS = {"max_tokens": 60, "thoughts": ThoughtLimits(max_tokens=16, max_thoughts=5, ends_at_eos=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [PLAIN, CUT, THOUGHTS, THOUGHTS | {"max_tokens": 16}, PAST_EOS])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_sampling_equals_the_slow_loop(kind, sampling, start, prompts, ask):

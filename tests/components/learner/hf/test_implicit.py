@@ -59,6 +59,7 @@ def test_sums_by_hand():
     assert values.to_lists() == [[0.0, 3.0, 7.0], [0.0, 3.0]]
 
 
+@pytest.mark.slow
 def test_rewards_are_those_before_the_update_and_outcomes_are_learned(model_folder, make_batch):
     inputs = case(make_batch()[0])
     node = node_of(model_folder())

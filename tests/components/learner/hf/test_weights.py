@@ -55,6 +55,7 @@ def test_published_weights_are_a_snapshot(make_learner, make_batch):
     assert same(first, copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [Lora(), Lora(rank=2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resume_is_bit_exact(make_learner, make_batch, device, lora, dtype):

@@ -49,6 +49,7 @@ def evil_run(make_run, texts):
     return run
 
 
+@pytest.mark.slow
 def test_only_its_own_scripts_and_nothing_from_a_network(make_run):
     html = report_html([read_run(make_run())])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html).group(1).replace("&#39;", "'")
