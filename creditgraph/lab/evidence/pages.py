@@ -83,8 +83,8 @@ def withdrawn_block(results: Results) -> str:
     """docs/evidence.md: the comparisons that were shown once and say nothing about credit, each with the reason."""
     lines = []
     for name, cell in results.declaration.cells.items():
-        if cell.withdrawn:
-            claims = [c.text for c in results.declaration.claims.values() if c.cell == name and c.axis == "tokens"]
+        claims = [c.text for c in results.declaration.claims.values() if c.cell == name and c.axis == "tokens"]
+        if cell.withdrawn and claims:
             title = f"**[{name}](#{name}), at equal sampled tokens.**"
             lines.append(f"- {title} {cell.withdrawn} Claims that rested on it:")
             lines += [f"    - {text}" for text in claims]
