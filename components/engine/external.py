@@ -238,9 +238,7 @@ class ExternalEngine(Engine):
         spec = self.spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         sent = self.config.channel.sent_dtype(spec) if self.config.served else dtype
-        tolerance = self.config.tolerance.bfloat16
-        if dtype == sent == torch.float32:
-            tolerance = self.config.tolerance.float32
+        tolerance = self.config.tolerance_of(dtype, sent)
         if weights.scored is not None:
             return probe_of(weights.scored, tolerance)
         if weights.adapter is not None:

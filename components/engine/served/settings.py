@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from creditgraph.components.engine.base import EngineSettings
 from creditgraph.components.engine.channel import PLACE, ChannelSettings
 
@@ -62,9 +64,12 @@ class Tolerance:
     bfloat16: float = 0.5
     """bfloat16 keeps 8 bits, so a logit between 32 and 64 is a multiple of 1/4; engine and learner round it, and all
     that leads to it, in another order, and each may be one step off. Finds wrong weights, not old ones"""
+    fp8: float = 3.0
+    """with quantization=fp8, where factors keep 4 bits: .7 to 1.9 of the embedded model, of which one wrong matrix
+    makes 2 to 11. Finds wrong weights, not old ones"""
 
     def __post_init__(self) -> None:
-        for name in ("float32", "bfloat16"):
+        for name in ("float32", "bfloat16", "fp8"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}.")
 
@@ -126,6 +131,11 @@ class ServerSettings(EngineSettings):
                 "sleep: expected servers that this run starts, got addresses or rendezvous of others, whose GPUs this "
                 "run does not hand out. Set servers instead, or sleep=never."
             )
+
+    def tolerance_of(self, *dtypes: torch.dtype) -> float:
+        """Largest difference in the check, with a model and weights of these dtypes."""
+        exact = all(dtype == torch.float32 for dtype in dtypes)
+        return self.tolerance.float32 if exact else self.tolerance.bfloat16
 
     @property
     def served(self) -> bool:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from creditgraph.components.engine.served.settings import ServerSettings
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
@@ -45,6 +47,9 @@ class VllmSettings(ServerSettings):
     """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they override others"""
     lora: AdapterSettings = field(default_factory=AdapterSettings)
     """LoRA adapters as the learner publishes them"""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: layers multiply in 8-bit floating point, with a scale per output channel of a weight and per token; the
+    learner's policy is then another one, see docs/engines.md"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,3 +62,7 @@ class VllmSettings(ServerSettings):
                 "channel.kind: expected 'file' with a learner that publishes adapters, which travel through files, "
                 f"got '{self.channel.kind}'. Set that, or learner.lora.publish=merged."
             )
+
+    def tolerance_of(self, *dtypes: torch.dtype) -> float:
+        """Of 8 bits, if the engine computes with these."""
+        return self.tolerance.fp8 if self.quantization == "fp8" else super().tolerance_of(*dtypes)

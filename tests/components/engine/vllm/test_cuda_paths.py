@@ -96,6 +96,13 @@ def test_float32_on_gpus_has_no_tf32_and_no_unmerged_adapters():
     assert engine_options(adapters, replace(model, device="cpu"))["enable_lora"]
 
 
+def test_layers_in_8_bits_need_a_model_in_16():
+    assert parsed(VllmSettings(), on_gpus())[0].quantization is None
+    assert parsed(VllmSettings(quantization="fp8"), on_gpus())[0].quantization == "fp8_per_channel"
+    with pytest.raises(ConfigError, match=r"engine.quantization: expected a model in bfloat16, .* got float32"):
+        engine_options(VllmSettings(quantization="fp8"), replace(on_gpus(), dtype="float32"))
+
+
 def test_gpu_servers_capture_graphs_and_use_the_v2_runner():
     engine, arguments, environment = parsed(VllmSettings(), on_gpus())
     assert not engine.enforce_eager
