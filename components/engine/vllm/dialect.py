@@ -100,11 +100,6 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
     if cpu:
         options["block_size"] = 32  # others have no kernel
     if settings.quantization == "fp8":
-        if model.dtype == "float32":
-            raise ConfigError(
-                "engine.quantization: expected a model in bfloat16, because vLLM's 8-bit kernels return 16 bits, got "
-                "float32. Set model.dtype=bfloat16, or engine.quantization=none."
-            )
         options["quantization"] = "fp8_per_channel"
     if rank := settings.lora.max_rank:
         options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}

@@ -51,6 +51,17 @@ class VllmEngine(ExternalEngine):
     temperatures = (0.01, 2.0)
 
     @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """8 bits for a model in 32, and those of every engine."""
+        problems = super().misfits(node, graph, model, data)
+        if node.config.quantization == "fp8" and model.dtype == "float32":
+            problems.append(
+                f"{node.name}.quantization: expected a model in bfloat16, because vLLM's 8-bit kernels return 16 bits, "
+                f"got float32. Set model.dtype=bfloat16, or {node.name}.quantization=none."
+            )
+        return problems
+
+    @classmethod
     def lacks(cls, node: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
         """vLLM, unless its servers are elsewhere."""
         if node.config.elsewhere or importlib.util.find_spec("vllm") is not None:

