@@ -69,6 +69,7 @@ class Serving:
         rows: rows that a copy decodes at once at most.
         share: share of a GPU's memory that weights and cache take together; 0: what `cache_bytes` says.
         cache_bytes: most bytes of the cache of a copy; 0: unlimited.
+        layer_bytes: bytes of a weight of a layer; those of embedding and output head have 2.
         in_process: whether it is `engine.local`, whose cache takes what the learner leaves.
         sleeps: whether weights and cache leave the GPU while the learner trains.
         elsewhere: whether it runs on GPUs that the learner does not have.
@@ -78,6 +79,7 @@ class Serving:
     rows: int = 256
     share: float = 0.0
     cache_bytes: float = 0.0
+    layer_bytes: float = 2.0
     in_process: bool = False
     sleeps: bool = False
     elsewhere: bool = False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from creditgraph.components.engine.base import ENGINE_METRICS
+from creditgraph.components.engine.base import ENGINE_METRICS, Serving
 from creditgraph.components.engine.external import EXTERNAL_METRICS, Backend, ExternalEngine
 from creditgraph.components.engine.served.dialect import ServedModel
 from creditgraph.components.engine.vllm.dialect import VllmDialect
@@ -49,6 +49,11 @@ class VllmEngine(ExternalEngine):
     config: Config
     # Below, vLLM would raise the temperature by itself; above, it refuses the request.
     temperatures = (0.01, 2.0)
+
+    @classmethod
+    def serving(cls, config: Any) -> Serving:
+        """A byte per weight of a layer in 8 bits."""
+        return replace(super().serving(config), layer_bytes=1.0 if config.quantization == "fp8" else 2.0)
 
     @classmethod
     def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:

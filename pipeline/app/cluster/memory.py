@@ -212,7 +212,8 @@ def estimate_memory(
     # An engine on the learner's GPUs is one per replica, on its first rank.
     copies = max(1, (engine_gpus or layout.data * serving.tensor) // serving.tensor)
     row = shape.kv_bytes * work.length
-    weights = 2.0 * shape.parameters / serving.tensor
+    layers = shape.layers * shape.layer_parameters
+    weights = (serving.layer_bytes * layers + 2.0 * (shape.parameters - layers)) / serving.tensor
     rows = min(serving.rows, math.ceil(work.rows / copies))
     least = weights + min(LEAST_ROWS, rows) * row / serving.tensor
     cache = rows * row / serving.tensor

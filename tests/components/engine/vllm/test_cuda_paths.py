@@ -14,6 +14,7 @@ from creditgraph.components.engine.channel import ChannelSettings
 from creditgraph.components.engine.served.dialect import ServedModel, ServerError
 from creditgraph.components.engine.vllm.columns import crc_of, pack_array, pack_ids, pack_numbers
 from creditgraph.components.engine.vllm.dialect import VllmDialect, engine_options, engine_variables
+from creditgraph.components.engine.vllm.engine import VllmEngine
 from creditgraph.components.engine.vllm.key import KeyMiddleware
 from creditgraph.components.engine.vllm.replies import read_response
 from creditgraph.components.engine.vllm.route import GuardedRows
@@ -100,6 +101,8 @@ def test_float32_on_gpus_has_no_tf32_and_no_unmerged_adapters():
 def test_layers_in_8_bits_need_a_model_in_16():
     assert parsed(VllmSettings(), on_gpus())[0].quantization is None
     assert parsed(VllmSettings(quantization="fp8"), on_gpus())[0].quantization == "fp8_per_channel"
+    assert VllmEngine.serving(VllmEngine.Config(quantization="fp8")).layer_bytes == 1.0
+    assert VllmEngine.serving(VllmEngine.Config()).layer_bytes == 2.0
     composed = ["recipe=toy_grpo", "engine=vllm", "engine.quantization=fp8"]
     build_experiment(compose([*composed, "model.dtype=bfloat16"]))
     with pytest.raises(GraphError, match=r"engine.quantization: expected a model in bfloat16, .* got float32"):

@@ -142,6 +142,8 @@ def test_an_engine_by_hand():
     share = engine(rows=16, share=0.5)
     assert share.engine_weights + share.engine_cache == 0.5 * 80e9
     assert engine(rows=16, cache_bytes=1e9).engine_cache == 1e9
+    # In 8 bits the embedding, which is the output head too, keeps 16.
+    assert engine(rows=16, layer_bytes=1.0).engine_weights == shape.parameters + 151_936 * 2560
 
 
 @pytest.mark.parametrize(
