@@ -70,7 +70,7 @@ class Results:
 
         A withdrawn comparison counts as none.
         """
-        if axis == "tokens" and self.withdrawn(cell):
+        if axis in ("tokens", "processed") and self.withdrawn(cell):
             return None
         pairs = [p for p in self.cells.get(cell, {}).get("pairs", ()) if p["axis"] == axis]
         known: dict[tuple[str, str], dict[str, Any]] = {(p["better"], p["worse"]): p for p in pairs}
@@ -101,7 +101,7 @@ class Results:
         return said
 
     def withdrawn(self, cell: str) -> str:
-        """Why the cell's comparisons at equal sampled tokens are withdrawn; "" where they are not."""
+        """Why the cell's comparisons at equal tokens are withdrawn; "" where they are not."""
         known = self.declaration.cells | self.declaration.quick
         return known[cell].withdrawn if cell in known else ""
 
