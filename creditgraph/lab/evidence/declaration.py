@@ -121,8 +121,8 @@ class Cell:
     seconds: float = 30.0
     """processor seconds of a run, for the estimate"""
     withdrawn: str = ""
-    """why a comparison of its methods at equal sampled tokens says nothing about their credit: such results were shown
-    once, no page shows them any more, and the cell is measured again only when it is named"""
+    """why a comparison of its methods at equal tokens says nothing about their credit: no page shows one, and the cell
+    is measured only when it is named"""
 
     def __post_init__(self) -> None:
         if len(set(self.rates)) < 2 or not set(self.sweep_seeds).isdisjoint(self.fresh) or self.seeds < 2:

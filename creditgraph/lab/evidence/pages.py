@@ -12,7 +12,7 @@ from creditgraph.lab.evidence.across import across_families
 from creditgraph.lab.evidence.costs import COSTS, cheaper, head_to_head, method_costs, ratio
 from creditgraph.lab.evidence.declaration import Cell
 from creditgraph.lab.evidence.regimes import MEANING, regime
-from creditgraph.lab.evidence.verdicts import DECIDED, Results, Verdict, collapsed, few
+from creditgraph.lab.evidence.verdicts import DECIDED, TOKEN_AXES, Results, Verdict, collapsed, few
 from creditgraph.lab.prediction.cells import read_cells
 from creditgraph.lab.prediction.study import repeatability_line, study, study_table
 from creditgraph.pipeline.app.progress import ACCURACY
@@ -83,7 +83,7 @@ def withdrawn_block(results: Results) -> str:
     """docs/evidence.md: the comparisons that were shown once and say nothing about credit, each with the reason."""
     lines = []
     for name, cell in results.declaration.cells.items():
-        claims = [c.text for c in results.declaration.claims.values() if c.cell == name and c.axis == "tokens"]
+        claims = [c.text for c in results.declaration.claims.values() if c.cell == name and c.axis in TOKEN_AXES]
         if cell.withdrawn and claims:
             title = f"**[{name}](#{name}), at equal sampled tokens.**"
             lines.append(f"- {title} {cell.withdrawn} Claims that rested on it:")

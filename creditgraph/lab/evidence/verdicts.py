@@ -26,6 +26,7 @@ Word = Literal[
 EQUAL = 0.05  # a difference that matters: smaller ones count as none
 RIGHT = {"higher": "shown", "lower": "refuted here", "no difference": "no difference above .05"}
 DECIDED = tuple(RIGHT.values())
+TOKEN_AXES = ("tokens", "processed")  # along which a withdrawn cell compares nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Results:
 
         A withdrawn comparison counts as none.
         """
-        if axis in ("tokens", "processed") and self.withdrawn(cell):
+        if axis in TOKEN_AXES and self.withdrawn(cell):
             return None
         pairs = [p for p in self.cells.get(cell, {}).get("pairs", ()) if p["axis"] == axis]
         known: dict[tuple[str, str], dict[str, Any]] = {(p["better"], p["worse"]): p for p in pairs}
@@ -127,7 +128,7 @@ class Results:
     def _judge(self, name: str, claim: Claim) -> Verdict:
         if claim.untestable:
             return Verdict(word="not testable here", reason=claim.untestable)
-        if claim.axis == "tokens" and self.withdrawn(claim.cell):
+        if claim.axis in TOKEN_AXES and self.withdrawn(claim.cell):
             return Verdict(word="withdrawn", reason="it compared batch sizes")
         pair = self.pair(claim.cell, claim.better, claim.worse, claim.axis)
         if pair is None:

@@ -21,6 +21,7 @@ from creditgraph.components.engine.vllm.route import GuardedRows
 from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
 from creditgraph.components.engine.vllm.start import MIDDLEWARE
 from creditgraph.components.models.load import resolve_model_path
+from creditgraph.pipeline.core.component import Context
 from creditgraph.pipeline.core.errors import ConfigError, GraphError
 from creditgraph.pipeline.run.compose.experiment import build_experiment, compose
 
@@ -107,6 +108,13 @@ def test_layers_in_8_bits_need_a_model_in_16():
     build_experiment(compose([*composed, "model.dtype=bfloat16"]))
     with pytest.raises(GraphError, match=r"engine.quantization: expected a model in bfloat16, .* got float32"):
         build_experiment(compose(composed))
+
+
+def test_8_bits_on_a_gpu_that_has_none_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    engine = VllmEngine(VllmEngine.Config(quantization="fp8"))
+    with pytest.raises(ConfigError, match=r"engine.quantization: expected a GPU of .* 8.9 or newer, .* got 8.0. Set"):
+        engine.setup(Context(node="engine", device="cuda"))
 
 
 def test_gpu_servers_capture_graphs_and_use_the_v2_runner():

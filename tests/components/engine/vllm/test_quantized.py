@@ -11,6 +11,7 @@ from vllm_pair import worker_of
 from creditgraph.components.engine.vllm.engine import VllmEngine
 from creditgraph.components.models.load import load_causal_lm
 from creditgraph.pipeline.core.component import Context, ModelSpec
+from creditgraph.pipeline.core.errors import RunError
 from creditgraph.pipeline.core.handles import Requests, Sampling
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Weights
@@ -80,6 +81,12 @@ def test_layers_multiply_what_is_rounded_after_every_update():
             model.tie_weights()
             difference = (done.logprobs.values - logprobs(model, prompts, done.tokens)).abs()
             assert 1e-3 < difference.mean() < 0.1
+        # The weights arrive, and the engine computes with others.
+        worker = worker_of(SimpleNamespace(vllm=engine))
+        reload = worker.creditgraph_reload
+        worker.creditgraph_reload = lambda tensors: reload((n, t.flip(0) if t.ndim == 2 else t) for n, t in tensors)
+        with pytest.raises(RunError, match=r"its log-probs of a fixed sequence differ by up to .* expected at most 3"):
+            engine.run(weights=Weights(version=2, tensors=changed))
     finally:
         engine.close()
 
