@@ -78,9 +78,9 @@ class MegatronBackend(Backend):
             check_fast(next(filter(None, reasons), ""), config.compute.slow_attention)
         tensor = config.tensor_parallel
         heads = (shape.num_attention_heads // tensor, max(shape.num_query_groups // tensor, 1), shape.kv_channels)
-        # A context-parallel rank's queries have more keys than queries: no plain rows.
-        setting = config.layers.attention if config.context_parallel == 1 else "torch"
-        kernel = choose_kernel(setting, heads, config.micro_batch_tokens, dtype, device, sum_over_ranks)
+        tokens = config.micro_batch_tokens // config.context_parallel
+        setting, windows = config.layers.attention, shape.attention_windows
+        kernel = choose_kernel(setting, heads, windows, tokens, dtype, device, sum_over_ranks)
         rows = self.model.bridge.padded_vocab_size // tensor
         plan = plan_head(config.compute, (rows, shape.hidden_size), dtype, device, sum_over_ranks)
         for model in filter(None, (self.model, self.reference)):

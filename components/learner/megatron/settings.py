@@ -144,9 +144,8 @@ class LayerSettings:
     """matrices and norms: local, megatron-core's own; transformer_engine, its fused norms and matrices, on GPUs; auto,
     TransformerEngine on a GPU where it is installed"""
     attention: Kernel = "auto"
-    """kernel of plain packed rows on a GPU: torch, its flash attention; flash and cudnn, TransformerEngine's
-    FlashAttention (version 3 where installed) and cuDNN; auto, the fastest of those that are installed, measured at the
-    start. Rows with shared prefixes or windows, and context parallel, have torch's"""
+    """kernel on a GPU: torch, its flash attention; flash and cudnn, TransformerEngine's FlashAttention (version 3 where
+    installed) and cuDNN; auto, the fastest of those that are installed, measured at the start"""
     fp8: Fp8 = field(default_factory=Fp8)
     """matrix products in 8 bits, with TransformerEngine's layers on GPUs of compute capability 8.9 and newer"""
 

@@ -253,7 +253,7 @@ def packed_attention(
     Args:
         query: [1, H, total, D].
         key, value: [1, H_kv, total, D].
-        kernel: computes plain rows, without shared prefixes and windows; None means torch's.
+        kernel: None means torch's.
         recomputed: whether the caller computes the layer again in the backward pass, and so keeps no copies.
 
     Returns:
@@ -266,9 +266,7 @@ def packed_attention(
     batch, heads, length, dim = query.shape
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     fast = query.is_cuda and not obstacle(query.device, query.dtype, dim, sliding_window)
-    attend: Kernel = _flash if fast else _padded
-    if kernel is not None and packed.keys is None and sliding_window is None:
-        attend = kernel
+    attend: Kernel = kernel or (_flash if fast else _padded)
     copies = 0 if packed.keys is None else 2 * len(packed.keys) * k[0].numel() * k.element_size()
     if copies > KEPT_COPIES and not recomputed and torch.is_grad_enabled():
         out = checkpoint(
@@ -284,13 +282,18 @@ def _whole_rows(query: Tensor) -> PackedLayout:
     return make_layout(torch.full((batch,), length, dtype=torch.int64, device=query.device))
 
 
+def of_paths(k: Tensor, v: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values [total, H, D] → those of every row's path, row after row: [Σ path lengths, H, D]."""
+    if layout.keys is None:
+        return k, v
+    gather: Any = Gather.apply
+    return gather(k, layout.keys, *layout.key_bags), gather(v, layout.keys, *layout.key_bags)
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
-    if layout.keys is not None:
-        gather: Any = Gather.apply
-        k, v = (gather(x, layout.keys, *layout.key_bags) for x in (k, v))
     # With fewer queries than keys the causal mask is aligned to the end, where a row's own tokens are.
     offsets = (layout.offsets, layout.key_offsets)
-    return varlen(q, k, v, offsets, (layout.longest, layout.longest_path), scaling, window)
+    return varlen(q, *of_paths(k, v, layout), offsets, (layout.longest, layout.longest_path), scaling, window)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:

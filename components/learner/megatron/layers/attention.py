@@ -1,7 +1,8 @@
-"""The attention kernel of plain packed rows: torch's flash attention, or one of TransformerEngine's.
+"""The attention kernel of packed rows: torch's flash attention, or one of TransformerEngine's.
 
-TransformerEngine runs FlashAttention (version 3 on Hopper, where it is installed) and cuDNN's attention. Rows that
-continue a shared prefix or have a sliding window are torch's in any case; see `packed_attention`.
+TransformerEngine runs FlashAttention (version 3 on Hopper, where it is installed) and cuDNN's attention. Rows with more
+keys than queries, which continue a shared prefix or are a context-parallel rank's, have the causal mask aligned to
+their end.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from creditgraph.components.learner.measure import measure, report
 from creditgraph.components.learner.megatron.settings import Kernel
-from creditgraph.components.learner.packing.attention import PackedLayout, make_layout, packed_attention
+from creditgraph.components.learner.packing.attention import PackedLayout, make_layout, of_paths, packed_attention
 from creditgraph.pipeline.core.errors import ConfigError
+from creditgraph.pipeline.core.jagged import Jagged
 
 # Rows that the kernels are compared on.
 ROWS = 4
@@ -43,21 +45,21 @@ class TransformerEngineAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
     ) -> Tensor:
-        """[total, H, D] → [total, H · D]; the layout shares no prefixes, and there is no window."""
+        """[total, H, D] → [total, H · D]."""
         size = (q.shape[1], k.shape[1], q.shape[2], scaling)
         if size not in self._modules:
             self._modules[size] = _module(*size)
         with self._alone():
             out: Tensor = self._modules[size](
                 q,
-                k,
-                v,
+                *of_paths(k, v, layout),
                 qkv_format="thd",
                 cu_seqlens_q=layout.offsets,
-                cu_seqlens_kv=layout.offsets,
+                cu_seqlens_kv=layout.key_offsets,
                 max_seqlen_q=layout.longest,
-                max_seqlen_kv=layout.longest,
-                attn_mask_type="padding_causal",
+                max_seqlen_kv=layout.longest_path,
+                attn_mask_type="padding_causal" if layout.keys is None else "padding_causal_bottom_right",
+                window_size=(-1 if window is None else window - 1, 0),
             )
         return out
 
@@ -99,6 +101,7 @@ def _module(heads: int, key_heads: int, head_dim: int, scaling: float | None) ->
 def choose_kernel(
     setting: Kernel,
     shape: tuple[int, int, int],
+    windows: list[int | None],
     tokens: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -109,6 +112,7 @@ def choose_kernel(
     Args:
         setting: a kernel, or "auto" for the fastest on a GPU with TransformerEngine.
         shape: heads and key-value heads of a rank, and head size.
+        windows: the sliding window of each layer, or None.
         tokens: of a micro-batch.
         dtype, device: of the activations.
         over_ranks: sums a tensor over ranks, so that all choose the same.
@@ -119,7 +123,7 @@ def choose_kernel(
     if setting == "torch" or (setting == "auto" and not installed):
         return None
     names = ("torch", "flash", "cudnn") if setting == "auto" else (setting,)
-    rows = _Rows(shape, min(tokens or MOST_TOKENS, MOST_TOKENS), dtype, device)
+    rows = _Rows(shape, windows, min(tokens or MOST_TOKENS, MOST_TOKENS), dtype, device)
     kernels = {name: None if name == "torch" else TransformerEngineAttention(name) for name in names}
     candidates = {name: partial(rows.attend, kernel) for name, kernel in kernels.items()}
     times, failed = measure(candidates, device, over_ranks)
@@ -136,27 +140,45 @@ def choose_kernel(
 
 
 class _Rows:
-    """Equal rows of random queries, keys and values, which kernels are run and compared on."""
+    """Random queries, keys and values, which kernels are run and compared on.
 
-    def __init__(self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    They are run as plain rows and as rows that continue half of the first one, with every window that layers have.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        windows: list[int | None],
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         heads, key_heads, head_dim = shape
-        length = max(tokens // ROWS, 1)
+        length = max(tokens // ROWS, 2)
         generator = torch.Generator(device).manual_seed(0)
         self.inputs = [
             torch.randn(1, count, ROWS * length, head_dim, generator=generator, device=device).to(dtype)
             for count in (heads, key_heads, key_heads)
         ]
-        self.layout = make_layout(torch.full((ROWS,), length, dtype=torch.int64, device=device))
+        lengths = torch.full((ROWS,), length, dtype=torch.int64, device=device)
+        own = torch.arange(ROWS * length, device=device).view(ROWS, length)
+        paths = [own[0], *(torch.cat([own[0, : length // 2], row]) for row in own[1:])]
+        shared = make_layout(lengths, Jagged.from_rows(paths))
+        self.cases = [(rows, window) for rows in (make_layout(lengths), shared) for window in dict.fromkeys(windows)]
         self._first: Tensor | None = None
 
     def attend(self, kernel: TransformerEngineAttention | None) -> None:
-        """Forward and backward; ValueError for a kernel whose result differs from the first one's."""
-        q, k, v = (x.detach().requires_grad_() for x in self.inputs)
+        """Forward and backward; ValueError for a kernel whose results differ from the first one's."""
         nothing: Any = None
-        out, _ = packed_attention(nothing, q, k, v, None, packed=self.layout, kernel=kernel)
-        out.backward(out.detach())  # type: ignore[no-untyped-call]
+        made = []
+        for layout, window in self.cases:
+            q, k, v = (x.detach().requires_grad_() for x in self.inputs)
+            out, _ = packed_attention(nothing, q, k, v, None, sliding_window=window, packed=layout, kernel=kernel)
+            out.backward(out.detach())  # type: ignore[no-untyped-call]
+            made.append(out.detach())
+        results = torch.stack(made)
         if self._first is None:
-            self._first = out.detach()
-        gap = float((out.detach() - self._first).abs().max())
+            self._first = results
+        gap = float((results - self._first).abs().max())
         if not gap <= 0.05:
             raise ValueError(f"its result differs from torch's by {gap:.2g}")

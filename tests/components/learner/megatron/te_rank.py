@@ -94,8 +94,8 @@ def refused(path: str) -> str:
     return ""
 
 
-def kernels(path: str, prompts: Any, responses: Any) -> dict[str, Any]:
-    """Log-probs by each attention kernel on plain and on shared rows, and how often TransformerEngine's ran."""
+def kernels(path: str, sizes: dict[str, Any], prompts: Any, responses: Any) -> dict[str, Any]:
+    """Log-probs by each attention kernel on plain and on shared rows, and the masks that TransformerEngine's had."""
     import os
 
     import torch
@@ -105,7 +105,7 @@ def kernels(path: str, prompts: Any, responses: Any) -> dict[str, Any]:
     from creditgraph.components.learner.packing.pack import pack
 
     ranks, te = sys.modules["ranks"], sys.modules["te_torch"]
-    model, out = ranks.built(path, {}), {}
+    model, out = ranks.built(path, sizes), {}
     environment = {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
     for kernel in ("torch", "flash", "cudnn"):
         chosen = None if kernel == "torch" else TransformerEngineAttention(kernel)
@@ -118,8 +118,9 @@ def kernels(path: str, prompts: Any, responses: Any) -> dict[str, Any]:
                 model.chunks[0].zero_grad()
                 logprobs.values.sum().backward()
             gradient = model.chunks[0].decoder.layers[0].self_attention.linear_qkv.weight.grad
-            runs = sum(name == "DotProductAttention" for name, *_ in te.CALLS)
-            out[kernel, share] = (logprobs.values.detach(), gradient, runs)
+            calls = [given for name, given, _ in te.CALLS if name == "DotProductAttention"]
+            masks = [(given["attn_mask_type"], given["window_size"]) for given in calls]
+            out[kernel, share] = (logprobs.values.detach(), gradient, masks)
     assert environment == {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
     return out
 
@@ -137,7 +138,7 @@ def choices() -> dict[str, Any]:
 
     def choose(setting: str) -> str:
         try:
-            kernel = attention.choose_kernel(setting, (4, 2, 8), 32, torch.float32, cpu, sum_over_ranks)
+            kernel = attention.choose_kernel(setting, (4, 2, 8), [None, 3], 32, torch.float32, cpu, sum_over_ranks)
         except ValueError as error:
             return str(error)
         return "torch" if kernel is None else kernel.kernel
@@ -152,7 +153,7 @@ def choices() -> dict[str, Any]:
     gpu = type("Device", (), {"type": "cuda"})()
     rows, attention._Rows = attention._Rows, lambda *args: type("Rows", (), {"attend": print})()
     find, importlib.util.find_spec = importlib.util.find_spec, lambda name: object()
-    out["fastest"] = attention.choose_kernel("auto", (4, 2, 8), 32, torch.float32, gpu, sum_over_ranks).kernel
+    out["fastest"] = attention.choose_kernel("auto", (4, 2, 8), [None], 32, torch.float32, gpu, sum_over_ranks).kernel
     attention.measure, attention._Rows, importlib.util.find_spec = measured, rows, find
     return out
 

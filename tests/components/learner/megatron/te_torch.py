@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
@@ -137,16 +138,52 @@ def _attention(self: Any, given: dict[str, Any]) -> Any:
     if switches[0] == "1" and "flash" in MISSING:
         raise ValueError("No dot product attention backend is available for the provided inputs.")
     assert given["qkv_format"] == "thd"
-    assert given["attn_mask_type"] == "padding_causal"
     q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
     assert q.dim() == 3
-    begin = given["cu_seqlens_q"].tolist()
-    assert begin == given["cu_seqlens_kv"].tolist()
-    assert max(b - a for a, b in pairwise(begin)) == given["max_seqlen_q"] == given["max_seqlen_kv"]
-    outs = [
-        F.scaled_dot_product_attention(
-            *(x[a:b].transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=self.scale_of_tests, enable_gqa=True
-        ).transpose(0, 1)
-        for a, b in pairwise(begin)
-    ]
+    begins, ends = (given[f"cu_seqlens_{name}"].tolist() for name in ("q", "kv"))
+    assert (begins[-1], ends[-1]) == (len(q), len(k))
+    longest = [max(b - a for a, b in pairwise(offsets)) for offsets in (begins, ends)]
+    assert longest == [given["max_seqlen_q"], given["max_seqlen_kv"]]
+    behind, _ = given["window_size"]
+    _assert_supported(given, longest, switches[0] == "1")
+    outs = []
+    for queries, keys in zip(pairwise(begins), pairwise(ends), strict=True):
+        parts = (x[slice(*of)].transpose(0, 1) for x, of in zip((q, k, v), (queries, keys, keys), strict=True))
+        length, path = queries[1] - queries[0], keys[1] - keys[0]
+        shift = path - length if "bottom_right" in given["attn_mask_type"] else 0
+        gap = torch.arange(length)[:, None] + shift - torch.arange(path)
+        mask = (gap >= 0) & (gap <= (behind if behind >= 0 else path))
+        out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=self.scale_of_tests, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
     return torch.cat(outs).flatten(1)
+
+
+def _assert_supported(given: dict[str, Any], longest: list[int], flash: bool) -> None:
+    """TransformerEngine's own choice is the kernel that we ask for, in 16 bits on a Hopper GPU with FlashAttention."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    q, k = given["query_layer"], given["key_layer"]
+    params = utils.AttentionParams(
+        qkv_layout="thd_thd_thd",
+        batch_size=len(given["cu_seqlens_q"]) - 1,
+        num_heads=q.shape[1],
+        num_gqa_groups=k.shape[1],
+        max_seqlen_q=longest[0],
+        max_seqlen_kv=longest[1],
+        num_tokens_q=len(q),
+        num_tokens_kv=len(k),
+        head_dim_qk=64,
+        head_dim_v=64,
+        attn_mask_type=given["attn_mask_type"],
+        window_size=given["window_size"],
+        bottom_right_diagonal="bottom_right" in given["attn_mask_type"],
+    )
+    flash_attention = patch.multiple(utils.FlashAttentionUtils, is_installed=True, v2_3_plus=True)
+    hopper = patch.multiple(
+        utils, get_device_compute_capability=lambda: (9, 0), get_cudnn_version=lambda: (9, 18, 0), create=True
+    )
+    cudnn = (utils.FusedAttnBackend.F16_arbitrary_seqlen, "")
+    library = patch.object(utils.tex, "get_fused_attn_backend", lambda params: cudnn)
+    with flash_attention, hopper, library, patch("torch.cuda.current_device", lambda: 0):
+        chosen = utils.get_attention_backend(params)
+    assert (chosen[0], chosen[2]) == (flash, not flash), chosen

@@ -109,7 +109,7 @@ def test_on_a_gpu_slow_attention_is_refused() -> None:
 def test_a_kernel_without_its_library_is_refused() -> None:
     from creditgraph.components.learner.megatron.layers.attention import choose_kernel
 
-    given = ((4, 2, 8), 32, torch.float32, CPU, lambda times: times)
+    given = ((4, 2, 8), [None], 32, torch.float32, CPU, lambda times: times)
     with pytest.raises(ConfigError, match=r"learner\.layers\.attention 'cudnn' needs .* No module named"):
         choose_kernel("cudnn", *given)
     assert choose_kernel("auto", *given) is choose_kernel("torch", *given) is None

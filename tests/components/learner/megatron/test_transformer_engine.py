@@ -14,7 +14,10 @@ FAMILIES = ("qwen2", "qwen3", "llama", "olmo2", "olmo3")
 PASSES = [(kind, PAIR, "none") for kind in FAMILIES] + [("olmo3", {}, "full"), ("qwen2-tied", {}, "none")]
 # Places of the other jobs.
 QUANTIZED = len(PASSES) + len(FAMILIES)
-KERNELS, CHOICES, REFUSED, RESUMED = range(QUANTIZED + 2, QUANTIZED + 6)
+# Models and layouts that attention kernels are compared on.
+ATTENDED = {"plain": ("qwen2", {}), "windows": ("olmo3", {}), "context": ("qwen2", {"context_parallel": 2})}
+KERNELS = QUANTIZED + 2
+CHOICES, REFUSED, RESUMED = range(KERNELS + len(ATTENDED), KERNELS + len(ATTENDED) + 3)
 WRAPPER = "megatron.core.extensions.transformer_engine."
 NORM = "transformer_engine.pytorch.module.rmsnorm.RMSNorm"
 
@@ -42,11 +45,8 @@ def answers(
     jobs += [("te_rank.classes", (checkpoint(kind), {})) for kind in FAMILIES]
     wide = checkpoint("qwen3-wide")
     jobs += [("te_rank.quantized", (wide, {}, *MODEL.rows())), ("te_rank.quantized", (wide, PAIR, *MODEL.rows()))]
-    jobs += [
-        ("te_rank.kernels", (checkpoint("qwen2"), *MODEL.rows())),
-        ("te_rank.choices", ()),
-        ("te_rank.refused", (wide,)),
-    ]
+    jobs += [("te_rank.kernels", (checkpoint(kind), sizes, *MODEL.rows())) for kind, sizes in ATTENDED.values()]
+    jobs += [("te_rank.choices", ()), ("te_rank.refused", (wide,))]
     folder = tmp_path_factory.mktemp("te")
     for distributed in ("off", "on"):
         shards, optimizer = str(folder / distributed), {"distributed_optimizer": distributed}
@@ -125,13 +125,20 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused(answers: list[list[Any]]) -
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
-def test_kernels_run_on_plain_rows_and_equal_torch(kernel: str, answers: list[list[Any]]) -> None:
-    made = answers[0][KERNELS]
-    for share in (False, True):
-        logprobs, gradient, runs = made[kernel, share]
-        assert runs == (0 if share else 4)  # layers
-        torch.testing.assert_close(logprobs, made["torch", share][0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gradient, made["torch", share][1], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("case", ATTENDED)
+def test_kernels_compute_all_attention_and_equal_torch(case: str, kernel: str, answers: list[list[Any]]) -> None:
+    for of_rank in answers:
+        made = of_rank[KERNELS + list(ATTENDED).index(case)]
+        for share in (False, True):
+            logprobs, gradient, masks = made[kernel, share]
+            shares = share or case == "context"
+            assert len(masks) == 4  # layers
+            assert {mask for mask, _ in masks} == {"padding_causal_bottom_right" if shares else "padding_causal"}
+            assert ({window for _, window in masks} == {(-1, 0)}) == (case != "windows")
+            assert not made["torch", share][2]
+            torch.testing.assert_close(logprobs, made["torch", share][0], rtol=1e-5, atol=1e-5)
+            limit = 1e-5 * float(gradient.abs().max())
+            torch.testing.assert_close(gradient, made["torch", share][1], rtol=1e-4, atol=limit)
 
 
 def test_the_kernel_is_the_fastest_or_the_one_that_is_set(answers: list[list[Any]]) -> None:
