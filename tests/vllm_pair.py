@@ -54,27 +54,27 @@ class Pair:
 
 
 def corrupt_a_layer(pair, monkeypatch):
-    from creditgraph.components.engine.vllm.worker import WorkerExtension
+    from creditgraph.components.engine.vllm.receive import Receiver
 
-    reload = WorkerExtension.creditgraph_reload
+    load = Receiver.load
 
-    def wrong(worker, tensors):
-        reload(worker, ((n, t + 0.05 if n.endswith("layers.1.mlp.down_proj.weight") else t) for n, t in tensors))
+    def wrong(receiver, pairs):
+        load(receiver, ((n, t + 0.05 if n.endswith("layers.1.mlp.down_proj.weight") else t) for n, t in pairs))
 
-    monkeypatch.setattr(type(worker_of(pair)), "creditgraph_reload", wrong)
+    monkeypatch.setattr(Receiver, "load", wrong)
 
 
 def skip_the_tied_head(pair, monkeypatch):
-    monkeypatch.setattr("creditgraph.components.engine.vllm.worker.refresh_tied", lambda model: None)
+    monkeypatch.setattr("creditgraph.components.engine.vllm.receive.refresh_tied", lambda model: None)
 
 
 def swap_on_the_way(pair, monkeypatch):
     call = pair.vllm.backend.llm.collective_rpc
 
-    def wrong(method, args=(), **kwargs):
-        if method == "creditgraph_load":
-            args = (args[0], {n: t.flip(0) for n, t in args[1].items()})
-        return call(method, args=args, **kwargs)
+    def wrong(method, args=(), kwargs=None):
+        if method == "creditgraph_update":
+            kwargs = {**kwargs, "tensors": {n: t.flip(0) for n, t in kwargs["tensors"].items()}}
+        return call(method, args=args, kwargs=kwargs)
 
     monkeypatch.setattr(pair.vllm.backend.llm, "collective_rpc", wrong)
 

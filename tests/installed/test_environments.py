@@ -27,6 +27,7 @@ OF_EXTRAS = (
     "creditgraph.adapters.trl_rows",
     "creditgraph.adapters.verl",
     "creditgraph.components.engine.vllm.exact",
+    "creditgraph.components.engine.vllm.receive",
     "creditgraph.components.engine.vllm.worker",
     "creditgraph.components.environment.verifiers_harness",
     "creditgraph.components.learner.megatron.",

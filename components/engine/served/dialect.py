@@ -137,14 +137,17 @@ class Dialect(Protocol):
 
 
 def as_arguments(options: Mapping[str, Any], negate: bool = False) -> list[str]:
-    """Command-line arguments: "--name" "value"; "--name" for True; for False nothing, or "--no-name" with `negate`."""
+    """Command-line arguments: "--name" "value"; "--name" for True; for False nothing, or "--no-name" with `negate`.
+
+    Mappings are JSON.
+    """
     arguments = []
     for option, value in options.items():
         name = option.replace("_", "-")
         if isinstance(value, bool):
             arguments += [f"--{name}"] if value else [f"--no-{name}"] if negate else []
         else:
-            arguments += [f"--{name}", str(value)]
+            arguments += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return arguments
 
 

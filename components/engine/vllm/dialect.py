@@ -2,8 +2,9 @@
 
 Token ids go in and out by `route.py`, which also reports the weights version. Log-probs and
 entropies are those of `exact.py`, which the worker extension puts in place. Weights come as
-safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
-need the server's development mode, whose paths `key.py` closes to those without the server's key.
+safetensors files that every worker reads, or in buckets, by vLLM's weight transfer (`receive.py`). The extension is
+called through /collective_rpc, and that, the transfer and pausing need the server's development mode, whose paths
+`key.py` closes to those without the server's key.
 """
 
 from __future__ import annotations
@@ -52,8 +53,13 @@ if TYPE_CHECKING:
     import httpx
 
 EXTENSION = "creditgraph.components.engine.vllm.worker.WorkerExtension"
+TRANSFER = "creditgraph"  # name of `creditgraph.components.engine.vllm.receive.Receiver` among vLLM's transfer engines
 SCHEDULER = "creditgraph.components.engine.vllm.scheduler.exact_scheduler"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+_AS_STARTED = (
+    f"Expected a server with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls {EXTENSION} and "
+    f"--weight-transfer-config.backend {TRANSFER}, started as docs/engines.md says."
+)
 _TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
 _CPU_CACHE_GB = 1.0
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -91,6 +97,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
         "max_logprobs": model.vocab_size + 1,  # most likely tokens of a scored place, and its entropy
         "worker_extension_cls": EXTENSION,
         "scheduler_cls": SCHEDULER,
+        "weight_transfer_config": {"backend": TRANSFER},
         "enable_sleep_mode": model.sleeps,
         "seed": 0,
         "enable_return_routed_experts": settings.return_routed_experts,
@@ -283,7 +290,7 @@ class VllmDialect:
         else:
             await _workers(
                 client,
-                "creditgraph_load_files",
+                "creditgraph_update",
                 version=update.version,
                 files=update.files,
                 wait_seconds=0.0 if update.written else self._settings.pool.update_seconds,
@@ -357,34 +364,36 @@ class VllmDialect:
 
     async def _installed(self, client: httpx.AsyncClient) -> bool:
         try:
-            return all(state["installed"] for state in await _workers(client, "creditgraph_state"))
+            states = await _workers(client, "creditgraph_state")
         except RefusedError as error:
-            raise ServerError(
-                f"{error} Expected a server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}, "
-                "started as docs/engines.md says."
-            ) from error
+            raise ServerError(f"{error} {_AS_STARTED}") from error
+        if not all(state["receives"] for state in states):
+            raise ServerError(f"its workers cannot take weights. {_AS_STARTED}")
+        return all(state["installed"] for state in states)
 
 
 @dataclass
 class _Receiver:
-    """`creditgraph.components.engine.served.transfer.Receiver` of a server, by its worker extension."""
+    """`creditgraph.components.engine.served.transfer.Receiver` of a server, by vLLM's weight transfer."""
 
     client: httpx.AsyncClient
     ranks: int
     version: int
 
     async def join(self, meeting: Meeting, first: int) -> None:
-        await _workers(self.client, "creditgraph_join", meeting=asdict(meeting), first=first)
+        info = {"meeting": asdict(meeting), "first": first}
+        await call(self.client, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     async def begin(self) -> None:
-        await _workers(self.client, "creditgraph_begin", version=self.version)
+        await _workers(self.client, "creditgraph_begin")
 
     async def take(self, bucket: Bucket, group: str) -> None:
         shared = None if group else await asyncio.to_thread(share, bucket.flat)
-        await _workers(self.client, "creditgraph_take", forms=bucket.forms, shared=shared)
+        part = {"version": self.version, "forms": bucket.forms, "shared": shared}
+        await call(self.client, "POST", "/update_weights", {"update_info": part})
 
     async def end(self) -> None:
-        await _workers(self.client, "creditgraph_end")
+        await call(self.client, "POST", "/finish_weight_update", {})
 
 
 async def _workers(client: httpx.AsyncClient, method: str, **arguments: Any) -> list[Any]:

@@ -128,7 +128,9 @@ class InProcess:
         """Loads whole weights; the checksum of what was sent, and the state of the worker after it."""
         self._adapter = None
         tensors = dict(weights.pairs())
-        (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors))
+        (state,) = self.llm.collective_rpc(
+            "creditgraph_update", kwargs={"version": weights.version, "tensors": tensors}
+        )
         return checksum_of(tensors), state
 
     def _load_adapter(self, weights: Weights) -> tuple[str, dict[str, Any]]:

@@ -187,6 +187,14 @@ class Handler(BaseHTTPRequestHandler):
                 state.paused = False
                 state.changed.notify_all()
             return self.reply({"status": "resumed"})
+        if path == "/update_weights":
+            return self.take(body["update_info"], fault)
+        if path == "/finish_weight_update":
+            state.version, lines = state.coming
+            text = "\n".join(lines[name] for name in sorted(lines))
+            state.checksum = hashlib.sha256(text.encode()).hexdigest()[:32]
+            state.log(loaded=state.version)
+            return self.reply({"message": "Weight update finished"})
         if path == "/collective_rpc":
             return self.collective(body, fault)
         if path == "/creditgraph/rows":
@@ -209,7 +217,7 @@ class Handler(BaseHTTPRequestHandler):
         method, arguments = body["method"], body.get("kwargs", {})
         if method == "creditgraph_install":
             state.installed = True
-        if method == "creditgraph_load_files":
+        if method == "creditgraph_update":
             if fault == "die in update":
                 self.state.die()
             if fault == "hang in update":
@@ -228,20 +236,28 @@ class Handler(BaseHTTPRequestHandler):
         if method == "creditgraph_free_bytes":
             return self.reply({"results": [str(state.free)]})  # as vLLM, which leaves dicts and lists alone
         if method == "creditgraph_begin":
-            state.coming = (arguments["version"], {})
-        if method == "creditgraph_take":
-            if fault == "die in update":
-                self.state.die()
-            state.coming[1].update(lines_of(arguments["forms"], base64.b64decode(arguments["shared"]["bytes"])))
-            state.log(took=len(arguments["forms"]))
-        if method == "creditgraph_end":
-            state.version, lines = state.coming
-            text = "\n".join(lines[name] for name in sorted(lines))
-            state.checksum = hashlib.sha256(text.encode()).hexdigest()[:32]
-            state.log(loaded=state.version)
+            state.coming = (-1, {})
         return self.reply(
-            {"results": [{"version": state.version, "checksum": state.checksum, "installed": state.installed}]}
+            {
+                "results": [
+                    {
+                        "version": state.version,
+                        "checksum": state.checksum,
+                        "installed": state.installed,
+                        "receives": fault != "no receiver",
+                    }
+                ]
+            }
         )
+
+    def take(self, part, fault):
+        state = self.state
+        if fault == "die in update":
+            self.state.die()
+        lines = state.coming[1] | lines_of(part["forms"], base64.b64decode(part["shared"]["bytes"]))
+        state.coming = (part["version"], lines)
+        state.log(took=len(part["forms"]))
+        self.reply({"message": "Weights updated"})
 
     def generate(self, body, fault):
         state, sampling, name = self.state, body["sampling"], body["id"]

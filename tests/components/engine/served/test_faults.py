@@ -163,6 +163,17 @@ def test_a_server_without_the_new_weights_is_not_asked(fleet, kind):
     assert run.pool.servers[0].label.startswith("2-")
 
 
+def test_a_server_started_without_our_weight_transfer_is_given_up_in_words(fleet):
+    run = fleet(1, restarts=0)
+    run.load(1)
+    run.fault(0, "no receiver")
+    with pytest.raises(
+        AllServersLost,
+        match=r"cannot take weights\. Expected .* --weight-transfer-config\.backend creditgraph, started as",
+    ):
+        run.load(2)
+
+
 def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
     from creditgraph.components.engine import channel
 

@@ -137,7 +137,7 @@ def test_arguments_of_adapters_and_broadcasts_parse():
     assert (engine.enable_lora, engine.max_lora_rank, engine.max_loras) == (True, 8, 1)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     engine, _, _ = parsed(VllmSettings(channel=ChannelSettings(kind="broadcast"), tensor_parallel=4), on_gpus())
-    assert engine.weight_transfer_config is None  # tensors come through a group of our own
+    assert engine.weight_transfer_config.backend == "creditgraph"
     assert engine.tensor_parallel_size == 4
 
 
@@ -245,7 +245,7 @@ def test_the_workers_methods_are_there_on_gpus():
 
     from creditgraph.components.engine.vllm.worker import WorkerExtension
 
-    for name in ("reload_weights", "list_loras"):
+    for name in ("reload_weights", "list_loras", "start_weight_update", "update_weights", "finish_weight_update"):
         assert callable(getattr(Worker, name)), name
     own = [name for name in vars(WorkerExtension) if name.startswith("creditgraph")]
     assert not [name for name in own if hasattr(Worker, name)]  # vLLM refuses an extension that hides a method

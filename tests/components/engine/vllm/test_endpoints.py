@@ -5,9 +5,10 @@ import importlib
 import importlib.util
 import inspect
 import re
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from creditgraph.components.engine.served.dialect import ServedModel
 from creditgraph.components.engine.served.parts import Part
@@ -64,22 +65,38 @@ def test_methods_of_the_worker_extension_exist_and_take_these_arguments():
 
     source = inspect.getsource(dialect)
     called = re.findall(r'_workers\(\s*(?:self\.)?client,\s*"(\w+)"((?:,\s*\w+=[^,()]*(?:\([^()]*\))?)*)', source)
-    assert {"creditgraph_join", "creditgraph_begin", "creditgraph_take", "creditgraph_end"} <= {n for n, _ in called}
+    assert {"creditgraph_install", "creditgraph_begin", "creditgraph_update", "creditgraph_restore"} <= {
+        n for n, _ in called
+    }
     for name, arguments in called:
         inspect.signature(getattr(WorkerExtension, name)).bind(None, **dict.fromkeys(re.findall(r"(\w+)=", arguments)))
 
 
-def test_what_the_receiver_calls_in_vllm_has_these_arguments():
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+def test_vllms_weight_transfer_calls_the_receiver():
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
-    inspect.signature(initialize_layerwise_reload).bind("model")
-    inspect.signature(finalize_layerwise_reload).bind("model", "config")
+    from creditgraph.components.engine.vllm.receive import Receiver
+
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1), model_config=None)
+    transfer = WeightTransferConfig(backend=dialect.TRANSFER)
+    receiver = WeightTransferEngineFactory.create_engine(transfer, vllm_config, torch.device("cpu"), torch.nn.Module())
+    assert type(receiver) is Receiver
+    assert (receiver.loaded, receiver.own) == ((-1, ""), True)
+    joining = receiver.parse_init_info({"meeting": {"name": "group"}, "first": 3})
+    assert (joining.meeting, joining.first) == ({"name": "group"}, 3)
+    part = receiver.parse_update_info({"version": 4, "forms": [["w", "float32", [2]]], "shared": None})
+    assert (part.version, part.tensors, part.files) == (4, None, ())
+    with pytest.raises(ValueError, match="version"):
+        receiver.parse_update_info({})
+    # What vLLM's worker calls, and in which order it must be called.
+    worker = inspect.getsource(Worker)
+    for name in ("init_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "shutdown"):
+        assert f"weight_transfer_engine.{name}(" in worker, name
+    assert "create_engine(" in inspect.getsource(Worker.load_model)
     assert {"level"} <= set(inspect.signature(Worker.sleep).parameters)
     assert {"tags"} <= set(inspect.signature(Worker.wake_up).parameters)
-    worker = Path(inspect.getsourcefile(Worker)).read_text()
-    assert "self.model_config" in worker
-    assert "self.vllm_config" in worker
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

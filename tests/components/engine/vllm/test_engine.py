@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_on_the_way
+from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_on_the_way, worker_of
 
 from creditgraph.components.engine.messages import BadResponse
 from creditgraph.components.engine.vllm.engine import VllmEngine
@@ -317,6 +317,22 @@ def test_a_corrupted_update_is_caught(corrupt, sentence, pair, monkeypatch, chai
     pair.load()
     greedy = requests(chains.select(torch.arange(5)), temperature=0.0, max_tokens=10)
     assert pair.policy.generate(greedy).tokens.to_lists() == pair.reference.generate(greedy).tokens.to_lists()
+
+
+def test_an_update_that_was_started_and_not_finished_is_dropped(pair, chains):
+    worker = worker_of(pair)
+    half = dict(list(pair.weights.tensors.items())[::2])
+    for started in (lambda: None, lambda: worker.update_weights({"version": 77, "tensors": half})):
+        worker.creditgraph_begin()
+        started()
+        assert (worker.creditgraph_state()["version"], worker.creditgraph_state()["checksum"]) == (-1, "")
+        pair.load(noise=0.05)
+        assert worker.creditgraph_state()["version"] == pair.version
+        some = chains.select(torch.arange(5))
+        done = pair.policy.generate(requests(some, max_tokens=10))
+        expected = pair.reference.score(some, done.tokens, 1.0).logprobs
+        torch.testing.assert_close(done.logprobs.values, expected.values, atol=2e-5, rtol=0)
+    pair.load()
 
 
 def test_bad_inputs_get_a_sentence(pair, chains):

@@ -82,9 +82,9 @@ def test_layers_multiply_what_is_rounded_after_every_update():
             difference = (done.logprobs.values - logprobs(model, prompts, done.tokens)).abs()
             assert 1e-3 < difference.mean() < 0.1
         # The weights arrive, and the engine computes with others.
-        worker = worker_of(SimpleNamespace(vllm=engine))
-        reload = worker.creditgraph_reload
-        worker.creditgraph_reload = lambda tensors: reload((n, t.flip(0) if t.ndim == 2 else t) for n, t in tensors)
+        receiver = worker_of(SimpleNamespace(vllm=engine)).weight_transfer_engine
+        load = receiver.load
+        receiver.load = lambda pairs: load((n, t.flip(0) if t.ndim == 2 else t) for n, t in pairs)
         with pytest.raises(RunError, match=r"its log-probs of a fixed sequence differ by up to .* expected at most 3"):
             engine.run(weights=Weights(version=2, tensors=changed))
     finally:

@@ -25,7 +25,7 @@ from experts import make_model, wrong_rows
 from vllm_pair import Pair, worker_of
 
 from creditgraph.components.engine.vllm import dialect, in_process
-from creditgraph.components.engine.vllm.worker import WorkerExtension
+from creditgraph.components.engine.vllm.receive import Receiver
 from creditgraph.pipeline.core.handles import Requests, Sampling
 from creditgraph.pipeline.core.jagged import Jagged
 
@@ -94,15 +94,15 @@ def main() -> dict:
 
 def pack_again() -> None:
     """vLLM packs experts for a CPU when it loads the first weights, and leaves later ones as they are."""
-    reload = WorkerExtension.creditgraph_reload
+    finish = Receiver.finish_weight_update
 
-    def packed(worker, tensors):
-        reload(worker, tensors)
-        for module in worker.model_runner.model.modules():
+    def packed(receiver):
+        finish(receiver)
+        for module in receiver.model.modules():
             if kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
                 kernel.fused_experts.process_weights_after_loading(module)
 
-    WorkerExtension.creditgraph_reload = packed
+    Receiver.finish_weight_update = packed
 
 
 def experts() -> list:
