@@ -48,6 +48,7 @@ class RowRequest:
         top_p, top_k: 1.0 and 0 are off.
         stream: whether the row's text may end it, so that its tokens should be returned while they are sampled.
         ignore_eos: whether the engine samples on after an end-of-text token.
+        cache: version of the weights whose keys and values an engine that keeps them may take; None: the present one.
     """
 
     row: int
@@ -60,6 +61,7 @@ class RowRequest:
     top_k: int
     stream: bool
     ignore_eos: bool = False
+    cache: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

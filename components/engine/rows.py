@@ -87,6 +87,8 @@ class Rows:
     def start(self) -> list[RowRequest]:
         """The request of every row that may have a token; call once."""
         requests = []
+        progress = self._requests.progress
+        versions = None if progress is None or progress.versions is None else progress.versions.tolist()
         for index, row in enumerate(self._rows):
             prompt = self._prompts[index]
             if row.budget <= row.begun:
@@ -103,6 +105,7 @@ class Rows:
                 top_k=self._sampling.top_k,
                 stream=bool(self._stop),
                 ignore_eos=self._thoughts is not None and not self._thoughts.ends_at_eos,
+                cache=versions[index] if versions else None,
             )
             requests.append(request)
         return requests

@@ -54,6 +54,14 @@ class Begun(Batch):
             text=[""] * len(seed),
         )
 
+    def first_versions(self, version: int) -> Tensor:
+        """int64 [N]: of each request's first token; `version` for one without tokens."""
+        versions = self.token_versions
+        begun = versions.lengths > 0
+        first = torch.full_like(self.prompt_uid, version)
+        first[begun] = versions.values[versions.offsets[:-1][begun]].to(torch.int64)
+        return first
+
     @property
     def paused(self) -> Tensor:
         """bool [N]: requests that have not ended."""
@@ -152,7 +160,9 @@ class Continuing(Policy):
                 sampling=requests.sampling,
                 max_tokens=None if requests.max_tokens is None else requests.max_tokens[going],
                 max_thoughts=None if requests.max_thoughts is None else requests.max_thoughts[going],
-                progress=Progress(tokens=before.tokens, thought_ends=before.thought_ends),
+                progress=Progress(
+                    tokens=before.tokens, thought_ends=before.thought_ends, versions=before.first_versions(self.version)
+                ),
                 pause=pause,
             )
         )

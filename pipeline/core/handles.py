@@ -68,10 +68,12 @@ class Progress:
     Attributes:
         tokens: Jagged int32, sampled so far.
         thought_ends: Jagged int32, exclusive ends of the thoughts closed so far, as indices into `tokens`.
+        versions: optional int64 [N], weights that sampled the first of `tokens`, whose cache an engine may have kept.
     """
 
     tokens: Jagged
     thought_ends: Jagged
+    versions: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

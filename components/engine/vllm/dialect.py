@@ -133,6 +133,7 @@ class _Known:
     """The state that this process keeps for a server."""
 
     adapter: str = ""  # that requests ask for
+    version: int = -1  # of its weights
     ending: list[str] = field(default_factory=list)  # requests to be ended together
 
 
@@ -213,7 +214,7 @@ class VllmDialect:
 
     async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """One row, as one response or as server-sent events."""
-        body = self.generate_body(request, request_id) | self._adapter(client)
+        body = self.generate_body(request, request_id) | self._adapter(client) | self._cache(client, request.cache)
         if request.stream:
             body["stream"] = True
             body["sampling"]["stream_interval"] = self._settings.stream_tokens
@@ -236,7 +237,7 @@ class VllmDialect:
             "top": request.top,
             "sampling": {"temperature": request.temperature},
         }
-        reply = await call(client, "POST", ROWS, body | self._adapter(client))
+        reply = await call(client, "POST", ROWS, body | self._adapter(client) | self._cache(client))
         return read_scores(reply, request_id, len(request.tokens))
 
     def generate_body(self, request: RowRequest, request_id: str) -> dict[str, Any]:
@@ -254,9 +255,10 @@ class VllmDialect:
         return {"id": request_id, "tokens": pack_ids(request.tokens), "sampling": sampling}
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """Calls /pause, which also empties the prefix cache."""
+        """Calls /pause, which also empties the prefix cache unless it is kept."""
         mode = "wait" if in_flight == "finish" else "abort"
-        await call(client, "POST", "/pause", query={"mode": mode, "clear_cache": "true"})
+        clear = "false" if self._settings.keep_cache else "true"
+        await call(client, "POST", "/pause", query={"mode": mode, "clear_cache": clear})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
         """/resume."""
@@ -297,6 +299,9 @@ class VllmDialect:
             )
         await result_of(update.checksum)
         await call(client, "POST", "/update_weight_version", {"new_version": update.label()})
+        self._known(client).version = update.version
+        if self._settings.keep_cache:
+            return
         reset = await call(client, "POST", "/reset_prefix_cache")
         if isinstance(reset, Mapping) and reset.get("success") is False:
             raise ServerError("expected its prefix cache to be empty after an update, but requests are running.")
@@ -331,6 +336,12 @@ class VllmDialect:
     def _adapter(self, client: httpx.AsyncClient) -> dict[str, str]:
         name = self._known(client).adapter
         return {"adapter": name} if name else {}
+
+    def _cache(self, client: httpx.AsyncClient, version: int | None = None) -> dict[str, int]:
+        """Weights whose part of the cache a request has: these, or those of the server."""
+        if not self._settings.keep_cache:
+            return {}
+        return {"cache": self._known(client).version if version is None else version}
 
     def _end_soon(self, client: httpx.AsyncClient, request_id: str) -> None:
         """Ends a request together with those that come to their end in the same moment."""

@@ -23,6 +23,7 @@ from creditgraph.components.engine.served.process import make_scratch
 from creditgraph.components.engine.vllm.columns import split_scores
 from creditgraph.components.engine.vllm.dialect import engine_options, engine_variables
 from creditgraph.components.engine.vllm.replies import flat_experts
+from creditgraph.components.engine.vllm.route import cache_of
 from creditgraph.components.engine.vllm.scheduler import scoring_parameters
 from creditgraph.components.engine.vllm.settings import VllmSettings
 from creditgraph.components.engine.weight_files import checksum_of
@@ -53,6 +54,7 @@ class InProcess:
         self._level = 1 if settings.lora.max_rank else 2
         self._asleep: set[str] = set()
         self._own = True  # whether it holds the model's own weights
+        self._cache = 0 if settings.keep_cache else None  # weights whose part of the cache requests have
         self._counters: dict[str, float] = {}
         self._request_ids = itertools.count()
         self._adapter_ids = itertools.count(1)
@@ -102,7 +104,9 @@ class InProcess:
                 f"{place}: vLLM could not load them ({error}). Start the run again; it continues from its checkpoint."
             ) from error
         self._wake("kv_cache")
-        if not self.llm.reset_prefix_cache():
+        if self._cache is not None:
+            self._cache = weights.version
+        elif not self.llm.reset_prefix_cache():
             raise RunError(
                 f"{place}: expected an empty prefix cache, but requests are running. Wait for generation to end."
             )
@@ -216,9 +220,10 @@ class InProcess:
             "ignore_eos": True,
             "logprobs": 1,
             "stream": request.stream,
+            "cache": request.cache,
         }
 
-    def _add(self, tokens: list[int], stream: bool = False, **sampling: Any) -> str:
+    def _add(self, tokens: list[int], stream: bool = False, cache: int | None = None, **sampling: Any) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -230,7 +235,9 @@ class InProcess:
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        self.core.add_request(name, {"prompt_token_ids": tokens}, params, lora_request=self._adapter)
+        version = self._cache if cache is None or self._cache is None else cache
+        prompt = {"prompt_token_ids": tokens, **cache_of(version)}
+        self.core.add_request(name, prompt, params, lora_request=self._adapter)
         return name
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Code that runs in vLLM's workers: new weights by vLLM's own weight transfer (`vllm.distributed.weight_transfer`).
 
 A version is started, taken part by part and finished; vLLM calls this engine, by its name in the server's
-`weight_transfer_config`, for each of these. vLLM's own engines need NCCL. Here parts are also tensors of this process,
+`weight_transfer_config`, for each of these. vLLM's own engines need GPUs. Here parts are also tensors of this process,
 files, shared memory and gloo's broadcasts, and a checksum of what has arrived is kept.
 """
 

@@ -115,7 +115,7 @@ async def _parts(state: Any, request: Mapping[str, Any]) -> AsyncGenerator[dict[
     if adapter and adapter not in state.openai_serving_models.lora_requests:
         raise ValueError(f"no adapter is called '{adapter}'")
     outputs = state.engine_client.generate(
-        {"prompt_token_ids": read_ids(request["tokens"])},
+        {"prompt_token_ids": read_ids(request["tokens"]), **cache_of(request.get("cache"))},
         params,
         request["id"],
         lora_request=state.openai_serving_models.lora_requests[adapter] if adapter else None,
@@ -142,6 +142,11 @@ async def _parts(state: Any, request: Mapping[str, Any]) -> AsyncGenerator[dict[
         if done.routed_experts is not None:
             part["experts"] = pack_array(done.routed_experts)
         yield part | {"crc": crc_of(part)}
+
+
+def cache_of(version: int | None) -> dict[str, str]:
+    """What keeps a request's part of vLLM's prefix cache apart from that of other weights; None: nothing does."""
+    return {} if version is None else {"cache_salt": str(version)}
 
 
 async def _start(send: _Send, status: int, kind: bytes) -> None:

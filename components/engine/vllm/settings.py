@@ -51,8 +51,17 @@ class VllmSettings(ServerSettings):
     """fp8: layers multiply in 8-bit floating point, with a scale per output channel of a weight and per token; the
     learner's policy is then another one, see docs/engines.md"""
 
+    keep_cache: bool = False
+    """a row that continues in a later iteration (`carry.tokens`) finds the keys and values of its tokens so far, which
+    older weights computed; False: the present weights compute them again"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep_cache and self.lora.max_rank:
+            raise ValueError(
+                "keep_cache: expected false with a learner that publishes adapters, for each of which vLLM has a cache "
+                "of its own, got true. Set that, or learner.lora.publish=merged."
+            )
         if self.kv_cache_gb < 0:
             raise ValueError(f"kv_cache_gb: expected at least 0, got {self.kv_cache_gb}.")
         if not 0 < self.gpu_memory <= 1:

@@ -77,7 +77,9 @@ def test_complete_groups_leave_and_the_others_go_on(toolbox):
     second, policy = step(toolbox, node, ["d1"], 1)
     assert second.prompts.text == ["d1"]
     assert policy.calls[0].progress.tokens.lengths.tolist() == [10, 10, 10, 0, 0, 0]
-    third, _ = step(toolbox, node, ["e2"], 2)
+    assert policy.calls[0].progress.versions.tolist() == [0, 0, 0, 1, 1, 1]
+    third, policy = step(toolbox, node, ["e2"], 2)
+    assert policy.calls[0].progress.versions.tolist() == [0, 0, 0, 2, 2, 2]
     assert third.prompts.text == ["b25", "e2"]
     late = third.trajectories.select(torch.arange(3))
     assert late.prompt_uid.tolist() == late.group.tolist() == [101] * 3

@@ -1,6 +1,7 @@
 """Weights that reach real vLLM servers without files, with gloo in NCCL's place and bytes in place of CUDA handles."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from creditgraph.components.engine import channel
 from creditgraph.components.engine.channel import ChannelSettings
+from creditgraph.components.engine.group import UpdateGroup
 from creditgraph.components.engine.local.engine import LocalEngine
 from creditgraph.components.models.load import load_causal_lm
-from creditgraph.pipeline.core.handles import Requests, Sampling
+from creditgraph.pipeline.core.handles import Progress, Requests, Sampling
 from creditgraph.pipeline.core.jagged import Jagged
 from creditgraph.pipeline.core.payloads import Weights
 
@@ -79,3 +81,45 @@ def test_damage_on_the_way_is_caught_by_the_checksum_that_the_server_computes(co
     monkeypatch.setattr(Bucket, "flat", property(damaged))
     with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version 13, the server reports \w+"):
         served.run(weights=streamed(served, 13))
+
+
+def test_after_a_broadcast_that_breaks_servers_load_again(connected, monkeypatch):
+    served = connected(channel=ChannelSettings(kind="broadcast", bucket_mb=1))
+    broadcast, calls = UpdateGroup.broadcast, []
+
+    def breaks(group, tensor):
+        calls.append(tensor)
+        if len(calls) == 2:
+            group.close()
+            raise RuntimeError("the network is gone")
+        return broadcast(group, tensor)
+
+    monkeypatch.setattr(UpdateGroup, "broadcast", breaks)
+    starts = [server.starts for server in served.backend.pool.servers]
+    policy = served.run(weights=streamed(served, 14)).policy
+    assert [server.starts for server in served.backend.pool.servers] == starts
+    assert len(policy.generate(requests()).tokens) == 12
+
+
+def test_servers_keep_the_cache_of_rows_that_continue(connected):
+    served = connected(keep_cache=True)
+    local = LocalEngine(LocalEngine.Config())
+    local.setup(served.context)
+    prompts = Jagged.from_rows([[5 + (3 * i + j) % 40 for j in range(40)] for i in range(8)], torch.int32)
+    batch = Requests(tokens=prompts, seed=torch.arange(8), sampling=Sampling(max_tokens=60))
+    policy = served.run(weights=streamed(served, 15, noise=0.1)).policy
+    begun = policy.generate(replace(batch, pause=torch.full((8,), 30)))
+    going = torch.tensor([i for i, reason in enumerate(begun.finish_reason) if reason == "paused"])
+    prompts, tokens = prompts.select(going), begun.tokens.select(going)
+    weights = streamed(served, 16, noise=0.1)
+    policy, reference = served.run(weights=weights).policy, local.run(weights=weights).policy
+    differences = []
+    for versions in (None, torch.full_like(going, 15)):
+        progress = Progress(tokens=tokens, thought_ends=begun.thought_ends.select(going), versions=versions)
+        done = policy.generate(replace(batch, tokens=prompts, seed=batch.seed[going], progress=progress))
+        exact = reference.score(prompts.join(tokens), done.tokens, 1.0).logprobs.values
+        differences.append(float((done.logprobs.values - exact).abs().max()))
+    assert len(going) > 0
+    assert differences[0] < 2e-5 < 1e-3 < differences[1]
+    scores, expected = (policy.score(prompts, tokens, 1.0).logprobs for policy in (policy, reference))
+    torch.testing.assert_close(scores.values, expected.values, atol=2e-5, rtol=0)

@@ -335,6 +335,36 @@ def test_an_update_that_was_started_and_not_finished_is_dropped(pair, chains):
     pair.load()
 
 
+def test_a_kept_cache_is_that_of_the_weights_that_began_a_row(pair, monkeypatch):
+    prompts = Jagged.from_rows([[5 + (3 * i + j) % 40 for j in range(40)] for i in range(8)], torch.int32)
+    batch = requests(prompts, max_tokens=60)
+    metrics = pair.vllm.context.metrics
+    monkeypatch.setattr(pair.vllm.backend, "_cache", 0)  # what keep_cache sets
+    pair.load(noise=0.1)
+    version = pair.version
+    begun = pair.policy.generate(dataclasses.replace(batch, pause=torch.full((8,), 30)))
+    going = torch.tensor([i for i, reason in enumerate(begun.finish_reason) if reason == "paused"])
+    prompts, tokens = prompts.select(going), begun.tokens.select(going)
+    pair.load(noise=0.1)
+    cached, differences = [], []
+    for versions in (None, torch.full_like(going, version)):
+        ends = begun.thought_ends.select(going)
+        progress = Progress(tokens=tokens, thought_ends=ends, versions=versions)
+        before = metrics.get("cached_tokens", 0)
+        done = pair.policy.generate(
+            dataclasses.replace(batch, tokens=prompts, seed=batch.seed[going], progress=progress)
+        )
+        cached.append(int(metrics["cached_tokens"] - before))
+        exact = pair.reference.score(prompts.join(tokens), done.tokens, 1.0).logprobs.values
+        differences.append(float((done.logprobs.values - exact).abs().max()))
+    # With its version, a row finds 64 of its 70 tokens, which vLLM keeps in blocks of 32.
+    assert len(going) > 2
+    assert cached == [0, len(going) * 64]
+    assert differences[0] < 2e-5 < 1e-3 < differences[1]
+    scores, expected = (policy.score(prompts, tokens, 1.0).logprobs for policy in (pair.policy, pair.reference))
+    torch.testing.assert_close(scores.values, expected.values, atol=2e-5, rtol=0)
+
+
 def test_bad_inputs_get_a_sentence(pair, chains):
     with pytest.raises(CreditgraphError, match=r"request 1: expected at least one token"):
         pair.policy.generate(requests(Jagged.from_rows([[5], []], torch.int32)))
