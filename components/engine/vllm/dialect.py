@@ -133,7 +133,7 @@ class _Known:
     """The state that this process keeps for a server."""
 
     adapter: str = ""  # that requests ask for
-    version: int = -1  # of its weights
+    label: str = ""  # of its weights
     ending: list[str] = field(default_factory=list)  # requests to be ended together
 
 
@@ -152,6 +152,7 @@ class VllmDialect:
         self._part = part
         self._eos = frozenset(model.eos)
         self._servers: dict[str, _Known] = {}
+        self._labels: dict[int, str] = {}  # of the weights that this process has sent, by version
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -299,7 +300,7 @@ class VllmDialect:
             )
         await result_of(update.checksum)
         await call(client, "POST", "/update_weight_version", {"new_version": update.label()})
-        self._known(client).version = update.version
+        self._labels[update.version] = self._known(client).label = update.label()
         if self._settings.keep_cache:
             return
         reset = await call(client, "POST", "/reset_prefix_cache")
@@ -337,11 +338,12 @@ class VllmDialect:
         name = self._known(client).adapter
         return {"adapter": name} if name else {}
 
-    def _cache(self, client: httpx.AsyncClient, version: int | None = None) -> dict[str, int]:
-        """Weights whose part of the cache a request has: these, or those of the server."""
+    def _cache(self, client: httpx.AsyncClient, version: int | None = None) -> dict[str, str]:
+        """Weights whose part of the cache a request has: these if they are known here, else those of the server."""
         if not self._settings.keep_cache:
             return {}
-        return {"cache": self._known(client).version if version is None else version}
+        own = self._known(client).label
+        return {"cache": own if version is None else self._labels.get(version, own)}
 
     def _end_soon(self, client: httpx.AsyncClient, request_id: str) -> None:
         """Ends a request together with those that come to their end in the same moment."""

@@ -54,7 +54,9 @@ class InProcess:
         self._level = 1 if settings.lora.max_rank else 2
         self._asleep: set[str] = set()
         self._own = True  # whether it holds the model's own weights
-        self._cache = 0 if settings.keep_cache else None  # weights whose part of the cache requests have
+        self._keeps = settings.keep_cache
+        self._label = "own"  # of the weights it holds
+        self._labels = {0: self._label}  # by version
         self._counters: dict[str, float] = {}
         self._request_ids = itertools.count()
         self._adapter_ids = itertools.count(1)
@@ -104,9 +106,8 @@ class InProcess:
                 f"{place}: vLLM could not load them ({error}). Start the run again; it continues from its checkpoint."
             ) from error
         self._wake("kv_cache")
-        if self._cache is not None:
-            self._cache = weights.version
-        elif not self.llm.reset_prefix_cache():
+        self._labels[weights.version] = self._label = f"{weights.version}-{checksum}"
+        if not self._keeps and not self.llm.reset_prefix_cache():
             raise RunError(
                 f"{place}: expected an empty prefix cache, but requests are running. Wait for generation to end."
             )
@@ -235,8 +236,8 @@ class InProcess:
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        version = self._cache if cache is None or self._cache is None else cache
-        prompt = {"prompt_token_ids": tokens, **cache_of(version)}
+        label = self._label if cache is None else self._labels.get(cache, self._label)
+        prompt = {"prompt_token_ids": tokens, **cache_of(label if self._keeps else None)}
         self.core.add_request(name, prompt, params, lora_request=self._adapter)
         return name
 

@@ -144,9 +144,9 @@ async def _parts(state: Any, request: Mapping[str, Any]) -> AsyncGenerator[dict[
         yield part | {"crc": crc_of(part)}
 
 
-def cache_of(version: int | None) -> dict[str, str]:
+def cache_of(label: str | None) -> dict[str, str]:
     """What keeps a request's part of vLLM's prefix cache apart from that of other weights; None: nothing does."""
-    return {} if version is None else {"cache_salt": str(version)}
+    return {} if label is None else {"cache_salt": label}
 
 
 async def _start(send: _Send, status: int, kind: bytes) -> None:
