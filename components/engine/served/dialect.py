@@ -121,7 +121,7 @@ class Dialect(Protocol):
         """Takes memory back after `sleep`: for the weights, which are loaded next, then (False) for all else."""
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Loads the weights into a paused server, drops its caches, and sets the label that responses carry."""
+        """Loads the weights into a paused server, drops caches unless they are kept, sets the label of responses."""
 
     async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
         """Label (None: none was set) and checksum (None: unknown) of the weights that the server holds."""

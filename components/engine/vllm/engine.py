@@ -15,6 +15,7 @@ from creditgraph.components.engine.served.dialect import ServedModel
 from creditgraph.components.engine.vllm.dialect import VllmDialect
 from creditgraph.components.engine.vllm.in_process import InProcess
 from creditgraph.components.engine.vllm.settings import VllmSettings
+from creditgraph.components.rollouts.carry import CarrySettings
 from creditgraph.pipeline.core.component import Context, ModelSpec
 from creditgraph.pipeline.core.errors import ConfigError
 from creditgraph.pipeline.core.metric import Metric
@@ -57,8 +58,15 @@ class VllmEngine(ExternalEngine):
 
     @classmethod
     def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
-        """8 bits for a model in 32, and those of every engine."""
+        """8 bits for a model in 32, a cache that nothing continues with, and those of every engine."""
         problems = super().misfits(node, graph, model, data)
+        if node.config.keep_cache and not any(
+            isinstance(n.config, CarrySettings) and n.config.carry.tokens for n in graph.nodes
+        ):
+            problems.append(
+                f"{node.name}.keep_cache: expected a node whose rows continue in a later iteration, got none with "
+                f"carry.tokens above 0. Set sampler.carry.tokens, or {node.name}.keep_cache=false."
+            )
         if node.config.quantization == "fp8" and model.dtype == "float32":
             problems.append(
                 f"{node.name}.quantization: expected a model in bfloat16, because vLLM's 8-bit kernels return 16 bits, "

@@ -21,7 +21,7 @@ from creditgraph.components.engine.rows import Rows
 from creditgraph.components.engine.served.dialect import ServedModel
 from creditgraph.components.engine.served.process import make_scratch
 from creditgraph.components.engine.vllm.columns import split_scores
-from creditgraph.components.engine.vllm.dialect import engine_options, engine_variables
+from creditgraph.components.engine.vllm.options import engine_options, engine_variables
 from creditgraph.components.engine.vllm.replies import flat_experts
 from creditgraph.components.engine.vllm.route import cache_of
 from creditgraph.components.engine.vllm.scheduler import scoring_parameters

@@ -50,7 +50,6 @@ class VllmSettings(ServerSettings):
     quantization: Literal["none", "fp8"] = "none"
     """fp8: layers multiply in 8-bit floating point, with a scale per output channel of a weight and per token; the
     learner's policy is then another one, see docs/engines.md"""
-
     keep_cache: bool = False
     """a row that continues in a later iteration (`carry.tokens`) finds the keys and values of its tokens so far, which
     older weights computed; False: the present weights compute them again"""

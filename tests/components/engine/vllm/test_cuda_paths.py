@@ -13,9 +13,10 @@ import pytest
 from creditgraph.components.engine.channel import ChannelSettings
 from creditgraph.components.engine.served.dialect import ServedModel, ServerError
 from creditgraph.components.engine.vllm.columns import crc_of, pack_array, pack_ids, pack_numbers
-from creditgraph.components.engine.vllm.dialect import VllmDialect, engine_options, engine_variables
+from creditgraph.components.engine.vllm.dialect import VllmDialect
 from creditgraph.components.engine.vllm.engine import VllmEngine
 from creditgraph.components.engine.vllm.key import KeyMiddleware
+from creditgraph.components.engine.vllm.options import engine_options, engine_variables
 from creditgraph.components.engine.vllm.replies import read_response
 from creditgraph.components.engine.vllm.route import GuardedRows
 from creditgraph.components.engine.vllm.settings import AdapterSettings, VllmSettings
@@ -108,6 +109,16 @@ def test_layers_in_8_bits_need_a_model_in_16():
     build_experiment(compose([*composed, "model.dtype=bfloat16"]))
     with pytest.raises(GraphError, match=r"engine.quantization: expected a model in bfloat16, .* got float32"):
         build_experiment(compose(composed))
+
+
+def test_a_kept_cache_needs_rows_that_continue():
+    composed = ["recipe=toy_grpo", "engine=vllm", "engine.keep_cache=true"]
+    with pytest.raises(GraphError, match=r"engine.keep_cache: expected a node whose rows continue .* got none"):
+        build_experiment(compose(composed))
+    assert build_experiment(compose([*composed, "sampler.carry.tokens=16"]))
+    adapters = ["learner.lora.rank=8", "learner.lora.publish=adapter"]
+    with pytest.raises(GraphError, match="keep_cache: expected false with a learner that publishes adapters"):
+        build_experiment(compose([*composed, *adapters]))
 
 
 def test_8_bits_on_a_gpu_that_has_none_are_refused(monkeypatch):

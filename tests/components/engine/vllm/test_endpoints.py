@@ -90,7 +90,7 @@ def test_vllms_weight_transfer_calls_the_receiver():
     assert (part.version, part.tensors, part.files) == (4, None, ())
     with pytest.raises(ValueError, match="version"):
         receiver.parse_update_info({})
-    # What vLLM's worker calls, and in which order it must be called.
+    # What vLLM's worker calls.
     worker = inspect.getsource(Worker)
     for name in ("init_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "shutdown"):
         assert f"weight_transfer_engine.{name}(" in worker, name

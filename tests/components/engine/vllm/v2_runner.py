@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from experts import make_model, wrong_rows
 from vllm_pair import Pair, worker_of
 
-from creditgraph.components.engine.vllm import dialect, in_process
+from creditgraph.components.engine.vllm import in_process, options
 from creditgraph.components.engine.vllm.receive import Receiver
 from creditgraph.pipeline.core.handles import Requests, Sampling
 from creditgraph.pipeline.core.jagged import Jagged
@@ -38,12 +38,12 @@ def use_v2() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run this one kernel: PyTorch's form instead
-    options, variables = dialect.engine_options, dialect.engine_variables
+    made, variables = options.engine_options, options.engine_variables
     chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
     v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     in_process.engine_variables = lambda settings, model: variables(settings, model) | v2
-    dialect.engine_variables = in_process.engine_variables
-    in_process.engine_options = lambda settings, model: options(settings, model) | chunked
+    options.engine_variables = in_process.engine_variables
+    in_process.engine_options = lambda settings, model: made(settings, model) | chunked
 
 
 def requests(tokens, seed=0, **sampling):
