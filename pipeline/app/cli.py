@@ -1,7 +1,7 @@
 """The `creditgraph` command: its subcommands, and the handling of errors and interrupts.
 
-Each command is a module of `pipeline/app/commands` with `SUMMARY`, `configure(parser)` and `main(options)`. The modules
-are imported here, so they import torch and modules that need it inside `main`, which keeps `--help` fast.
+Each command is a module of `pipeline/app/commands` with `SUMMARY`, `configure(parser)` and `main(options)`. `--help`
+imports all of them, so they import torch and modules that need it inside `main`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,6 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import NoReturn, Protocol, cast
 
-from creditgraph.pipeline.app.commands import (
-    audit,
-    cancel,
-    check,
-    components,
-    credit,
-    data,
-    diff,
-    doctor,
-    export,
-    graph,
-    new,
-    replay,
-    report,
-    runs,
-    serve,
-    status,
-    submit,
-    train,
-    watch,
-)
 from creditgraph.pipeline.app.completion import complete
 from creditgraph.pipeline.app.version import version_text
 from creditgraph.pipeline.core.errors import CreditgraphError, any_extra, did_you_mean, raised_text
@@ -56,41 +35,31 @@ class Command(Protocol):
         """Runs the command; returns the exit code."""
 
 
-COMMANDS: dict[str, Command] = {
-    "train": train,
-    "graph": graph,
-    "components": components,
-    "new": new,
-    "check": check,
-    "audit": audit,
-    "replay": replay,
-    "runs": runs,
-    "diff": diff,
-    "report": report,
-    "watch": watch,
-    "credit": credit,
-    "export": export,
-    "data": data,
-    "submit": submit,
-    "status": status,
-    "cancel": cancel,
-    "serve": serve,
-    "doctor": doctor,
-}
-COMMAND_GROUP = "creditgraph.commands"  # entry points: name = a module like those above
+COMMAND_GROUP = "creditgraph.commands"  # entry points: name = a module like those of pipeline/app/commands
+_OWN = (
+    "train graph components new check audit replay runs diff report watch credit export data submit status cancel "
+    "serve doctor"
+)
+COMMANDS = {name: EntryPoint(name, f"creditgraph.pipeline.app.commands.{name}", COMMAND_GROUP) for name in _OWN.split()}
 
 
 @cache
-def added_commands() -> dict[str, Command]:
-    """Name → module of the commands that entry points add, those of `creditgraph.lab` among them."""
+def added_commands() -> dict[str, EntryPoint]:
+    """Name → entry point of the commands that others add, those of `creditgraph.lab` among them."""
+    added = sorted(entry_points(group=COMMAND_GROUP), key=lambda entry: entry.name)
     return {
-        entry.name: _load(entry)
-        for entry in sorted(entry_points(group=COMMAND_GROUP), key=lambda entry: entry.name)
-        if entry.name not in COMMANDS  # none replaces a command of the product
-    }
+        entry.name: entry for entry in added if entry.name not in COMMANDS
+    }  # none replaces a command of the product
 
 
-def _load(entry: EntryPoint) -> Command:
+def all_commands() -> dict[str, Command]:
+    """Name → module of every command."""
+    return {name: load(entry) for name, entry in (COMMANDS | added_commands()).items()}
+
+
+@cache
+def load(entry: EntryPoint) -> Command:
+    """The module of a command; one that says why and fails when called, where the module cannot be loaded."""
     try:
         return cast(Command, entry.load())
     except Exception as error:  # one package that is broken must not end the others' commands
@@ -154,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Where the locale has no "✓", a table has "?".
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
-        complete({**COMMANDS, **added_commands()})
+        complete(all_commands())
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(HELP.format(commands=_lines(COMMANDS), added=_lines(added_commands())))
@@ -168,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Here: {elsewhere}." if elsewhere else did_you_mean(name, [*COMMANDS, *known])
         print(f"creditgraph: unknown command '{name}'.{hint}", file=sys.stderr)
         return 2
-    command = known[name]
+    command = load(known[name])
     parser = _Parser(
         prog=f"creditgraph {name}",
         description=command.SUMMARY,
@@ -201,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _lines(commands: Mapping[str, Command]) -> str:
-    return "\n".join(f"  {name:<14}{command.SUMMARY}" for name, command in commands.items()) or "  none"
+def _lines(commands: Mapping[str, EntryPoint]) -> str:
+    return "\n".join(f"  {name:<14}{load(entry).SUMMARY}" for name, entry in commands.items()) or "  none"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -15,13 +15,13 @@ import pytest
 from pages import run_bash, working_in
 from sentences import is_quoted, sentences, template
 
-from creditgraph.pipeline.app.cli import COMMANDS, added_commands, main
+from creditgraph.pipeline.app.cli import all_commands, main
 from creditgraph.pipeline.core.registry import BUILTIN
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-ALL_COMMANDS = {**COMMANDS, **added_commands()}
+ALL_COMMANDS = all_commands()
 TROUBLES = re.findall(r"^```error\n(.*?)\n```$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE | re.DOTALL)
 EXAMPLES = {
     page.stem: re.findall(r"^<!-- tested -->\n```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)

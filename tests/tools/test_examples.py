@@ -15,15 +15,14 @@ import yaml
 from pages import working_in
 
 from creditgraph.components.data.sources import parse_source
-from creditgraph.pipeline.app.cli import COMMANDS as BUILTIN_COMMANDS
-from creditgraph.pipeline.app.cli import added_commands, main
+from creditgraph.pipeline.app.cli import all_commands, main
 from creditgraph.pipeline.app.cluster.settings import load_cluster, split_overrides
 from creditgraph.pipeline.app.sweep import build_all, combinations
 from creditgraph.pipeline.core.graph import build_graph
 from creditgraph.pipeline.core.registry import known_components
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
-COMMANDS = {**BUILTIN_COMMANDS, **added_commands()}
+COMMANDS = all_commands()
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "adding-a-method.md")]
 OPEN = re.compile(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from creditgraph.pipeline.app.cli import COMMANDS, added_commands, main
+from creditgraph.pipeline.app.cli import all_commands, main
 
 SMALL = [
     "prompts.batch=2",
@@ -152,7 +152,7 @@ def test_components_lists_sockets_and_settings(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("command", [["--help"], ["replay", "--help"], ["graph", "--list"]])
 def test_light_commands_do_not_import_torch(command: list[str]) -> None:
-    """`cli.py` imports the module of every command, so one that imports torch at its top makes all of them slow."""
+    """`--help` imports the module of every command, so one that imports torch at its top makes it slow."""
     code = (
         f"import sys; from creditgraph.pipeline.app.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'transformers') if m in sys.modules])"
@@ -172,7 +172,7 @@ def test_a_locale_without_unicode_gets_question_marks() -> None:
 def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listing = capsys.readouterr().out
-    for name, command in {**COMMANDS, **added_commands()}.items():
+    for name, command in all_commands().items():
         assert f"  {name:<14}{command.SUMMARY}" in listing
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from creditgraph.pipeline.app.cli import COMMANDS, added_commands
+from creditgraph.pipeline.app.cli import all_commands
 from creditgraph.pipeline.core.registry import known_components
 
 pytest.importorskip("argcomplete", reason="not installed here: pip install argcomplete")
@@ -35,7 +35,7 @@ def offered(line: str, folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("line", "some"),
     [
-        ("creditgraph ", {*COMMANDS, *added_commands()}),
+        ("creditgraph ", {*all_commands()}),
         ("creditgraph tra", {"train"}),
         ("creditgraph train re", {"recipe="}),
         ("creditgraph train recipe=toy_sr", {"recipe=toy_srpo"}),

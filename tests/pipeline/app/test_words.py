@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from creditgraph.pipeline.app.cli import COMMANDS, added_commands, main
+from creditgraph.pipeline.app.cli import all_commands, main
 from creditgraph.pipeline.core import contract
 
 
@@ -101,7 +101,7 @@ def test_an_import_over_its_limit_is_a_finding(folder, monkeypatch, capsys) -> N
 
 def test_one_meaning_per_option_letter_over_all_commands() -> None:
     names: dict[str, set] = {}
-    for name, command in {**COMMANDS, **added_commands()}.items():
+    for name, command in all_commands().items():
         parser = argparse.ArgumentParser(prog=name)
         command.configure(parser)
         for action in parser._actions:
