@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from creditgraph.components.engine.served.settings import ServerSettings
+from creditgraph.components.engine.served.settings import ServerSettings, Tolerance
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 
@@ -30,6 +30,15 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VllmTolerance(Tolerance):
+    """Adds the tolerance of 8 bits."""
+
+    fp8: float = 3.0
+    """with quantization=fp8, where factors keep 4 bits: up to 1.9 in runs of the embedded model, where random weights
+    make 9 and one wrong matrix 2 to 11. Finds wrong weights, not every wrong matrix, and no old ones"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VllmSettings(ServerSettings):
     """Settings of vLLM, in servers or in this process."""
 
@@ -50,6 +59,8 @@ class VllmSettings(ServerSettings):
     quantization: Literal["none", "fp8"] = "none"
     """fp8: layers multiply in 8-bit floating point, with a scale per output channel of a weight and per token; the
     learner's policy is then another one, see docs/engines.md"""
+    tolerance: VllmTolerance = field(default_factory=VllmTolerance)
+    """largest difference in that check"""
     keep_cache: bool = False
     """a row that continues in a later iteration (`carry.tokens`) finds the keys and values of its tokens so far, which
     older weights computed; False: the present weights compute them again"""
