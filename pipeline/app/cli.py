@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import NoReturn, Protocol, cast
@@ -47,39 +47,27 @@ COMMANDS = {name: EntryPoint(name, f"creditgraph.pipeline.app.commands.{name}", 
 def added_commands() -> dict[str, EntryPoint]:
     """Name → entry point of the commands that others add, those of `creditgraph.lab` among them."""
     added = sorted(entry_points(group=COMMAND_GROUP), key=lambda entry: entry.name)
-    return {
-        entry.name: entry for entry in added if entry.name not in COMMANDS
-    }  # none replaces a command of the product
+    # None replaces a command of the product.
+    return {entry.name: entry for entry in added if entry.name not in COMMANDS}
 
 
 def all_commands() -> dict[str, Command]:
-    """Name → module of every command."""
-    return {name: load(entry) for name, entry in (COMMANDS | added_commands()).items()}
+    """Name → module of every command that can be loaded: a broken package must not end the others' commands."""
+    found = {}
+    for name, entry in (COMMANDS | added_commands()).items():
+        with suppress(CreditgraphError):
+            found[name] = load(entry)
+    return found
 
 
-@cache
 def load(entry: EntryPoint) -> Command:
-    """The module of a command; one that says why and fails when called, where the module cannot be loaded."""
+    """The module of a command; CreditgraphError where it cannot be loaded."""
     try:
         return cast(Command, entry.load())
-    except Exception as error:  # one package that is broken must not end the others' commands
-        return _Broken(entry.name, f"{entry.value} cannot be loaded: {raised_text(error)}")
-
-
-class _Broken:
-    """A command whose module cannot be loaded: it is listed with the reason, and fails when called."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.SUMMARY = reason
-        self._name = name
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Takes any arguments."""
-        parser.add_argument("arguments", nargs=argparse.REMAINDER)
-
-    def main(self, options: argparse.Namespace) -> int:
-        """Raises the reason."""
-        raise CreditgraphError(f"{self.SUMMARY}; repair or uninstall its package.")
+    except Exception as error:  # a module of another package may fail in any way
+        raise CreditgraphError(
+            f"{entry.value} cannot be loaded: {raised_text(error)}. Repair or uninstall its package."
+        ) from error
 
 
 HELP = """\
@@ -137,17 +125,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Here: {elsewhere}." if elsewhere else did_you_mean(name, [*COMMANDS, *known])
         print(f"creditgraph: unknown command '{name}'.{hint}", file=sys.stderr)
         return 2
-    command = load(known[name])
-    parser = _Parser(
-        prog=f"creditgraph {name}",
-        description=command.SUMMARY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.configure(parser)
-    options = parser.parse_intermixed_args(arguments)
-    # Components of the user's own, named as module:Class; last, so that no file of that folder replaces a library's.
-    sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())] + [os.getcwd()]
     try:
+        command = load(known[name])
+        parser = _Parser(
+            prog=f"creditgraph {name}",
+            description=command.SUMMARY,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.configure(parser)
+        options = parser.parse_intermixed_args(arguments)
+        # Components of the user's own, named as module:Class; last, so that no file there replaces a library's.
+        sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())] + [os.getcwd()]
         with _quiet_torch(), any_extra():
             TRUST.set(getattr(options, "trust", False))
             return command.main(options)
@@ -171,7 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(commands: Mapping[str, EntryPoint]) -> str:
-    return "\n".join(f"  {name:<14}{load(entry).SUMMARY}" for name, entry in commands.items()) or "  none"
+    return "\n".join(f"  {name:<14}{_summary(entry)}" for name, entry in commands.items()) or "  none"
+
+
+def _summary(entry: EntryPoint) -> str:
+    try:
+        return load(entry).SUMMARY
+    except CreditgraphError as error:
+        return str(error)
 
 
 class _Parser(argparse.ArgumentParser):

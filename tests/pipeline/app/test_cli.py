@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import yaml
 
+from creditgraph.pipeline.app import cli
 from creditgraph.pipeline.app.cli import all_commands, main
 from creditgraph.pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
@@ -173,12 +175,27 @@ def test_a_locale_without_unicode_gets_question_marks() -> None:
 def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     listing = capsys.readouterr().out
+    assert "cannot be loaded" not in listing
     for name, command in all_commands().items():
         assert f"  {name:<14}{command.SUMMARY}" in listing
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0
         assert f"usage: creditgraph {name}" in capsys.readouterr().out
+
+
+def test_a_command_of_a_broken_package_is_a_sentence(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "mine", EntryPoint("mine", "no_such_module", cli.COMMAND_GROUP))
+    reason = "no_such_module cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"
+    assert main(["--help"]) == 0
+    listing = capsys.readouterr().out
+    assert f"  mine          {reason}" in listing
+    assert "  train         Train" in listing
+    for arguments in ([], ["--help"], ["a", "--b=1"]):
+        assert main(["mine", *arguments]) == 2
+        assert errors(capsys).startswith(f"creditgraph mine: {reason}")
+    assert "train" in all_commands()
+    assert "mine" not in all_commands()
 
 
 def test_options_and_overrides_may_alternate(capsys: pytest.CaptureFixture[str]) -> None:
